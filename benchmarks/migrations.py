@@ -8,6 +8,10 @@ between two outputs of all requests in the run.
 Gaps themselves say little: a request changes its replica when the other one is ahead, so most of all while its own one makes a
 long step (a prompt of somebody else, or the machine computes something else).
 
+With `--speculate NAME` a drafter proposes tokens. A request that moves leaves the drafter's own state behind (hidden states, KV
+of a small model): how many tokens its outputs have behind a move is printed beside all others. `--stop-strings` gives every
+third request a stop string from its own answer, most of which span several tokens.
+
 With `--flips 100` no request is moved by itself: one prefill and two decode replicas change their roles, one after the other,
 which drains each of them first. The load lasts until all flips are done.
 """
@@ -21,9 +25,10 @@ import contextlib
 import random
 import statistics
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import MappingProxyType
 
 from cloister.cluster import ReplicaSet
 from cloister.engine.replica_snapshot import Role
@@ -33,6 +38,10 @@ from cloister.types.events import Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Grammar, GrammarKind, Request, SamplingParams, SequenceOutput
 
 SHAPE = r"[a-z]{2,8}( [a-z]{2,8}){60,80}\."
+STOP_LENGTH = 12
+"""Characters of a stop string."""
+NUM_BEHIND = 4
+"""Outputs behind a move whose tokens are counted apart."""
 EVERY_S = 0.02
 """Time between two migrations of one mover."""
 FLIP_EVERY_S = 0.2
@@ -44,14 +53,24 @@ class Answer:
 
     request: Request
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""
     times_s: list[float] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
     def take(self, output: SequenceOutput) -> None:
         """Records an output."""
         self.token_ids += output.token_ids
+        self.text += output.text
         self.times_s.append(time.monotonic())
-        self.finish_reason = output.finish_reason
+        self.counts.append(len(output.token_ids))
+        self.finish_reason, self.stop_reason = output.finish_reason, output.stop_reason
+
+    @property
+    def result(self) -> tuple[list[int], str, FinishReason | None, str | int | None]:
+        """What the client has in the end."""
+        return self.token_ids, self.text, self.finish_reason, self.stop_reason
 
     @property
     def is_lost(self) -> bool:
@@ -59,18 +78,35 @@ class Answer:
         return self.finish_reason not in (FinishReason.LENGTH, FinishReason.STOP)
 
 
-def make_requests(count: int, prompt_tokens: int, max_tokens: int, run: str) -> list[Answer]:
-    """Returns requests, every second one drawn with a seed, every fourth one with a grammar."""
+def make_requests(
+    count: int, prompt_tokens: int, max_tokens: int, run: str, stops: Mapping[int, str] = MappingProxyType({})
+) -> list[Answer]:
+    """Returns requests, every second one drawn with a seed, every fourth one with a grammar; `stops` by number."""
     draw = random.Random(1)
     answers = []
     for number in range(count):
         token_ids = [draw.randrange(300, 3000) for _ in range(prompt_tokens)]
         grammar = Grammar(GrammarKind.REGEX, SHAPE) if number % 4 == 3 else None
         sampling = SamplingParams(
-            temperature=0.8 if number % 2 else 0.0, seed=number, max_tokens=max_tokens, ignore_eos=True, grammar=grammar
+            temperature=0.8 if number % 2 else 0.0,
+            seed=number,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            grammar=grammar,
+            stop=(stops[number],) if number in stops else (),
         )
         answers.append(Answer(Request(request_id=f"{run}{number}", token_ids=token_ids, sampling=sampling)))
     return answers
+
+
+def choose_stops(answers: Sequence[Answer]) -> dict[int, str]:
+    """Returns a stop string for every third request: text from between the middle and the end of what it was answered."""
+    stops = {}
+    for number, one in enumerate(answers):
+        start = len(one.text) * 2 // 3
+        if number % 3 == 0 and (stop := one.text[start : start + STOP_LENGTH]):
+            stops[number] = stop
+    return stops
 
 
 async def answer_all(cluster: ReplicaSet, answers: Sequence[Answer], at_once: int) -> None:
@@ -153,6 +189,17 @@ class Moves:
         return stalls
 
 
+def count_tokens(moves: Moves) -> tuple[float, float]:
+    """Returns the mean number of tokens of the first outputs behind moves, and of all others but the first ones of answers."""
+    behind = {(id(move.answer), move.num_outputs + i) for move in moves.done for i in range(NUM_BEHIND)}
+    counts: dict[bool, list[int]] = {True: [], False: []}
+    for one in moves.answers:
+        for number, count in enumerate(one.counts[:-1]):
+            if number:
+                counts[(id(one), number) in behind].append(count)
+    return statistics.mean(counts[True] or [0]), statistics.mean(counts[False] or [0])
+
+
 def gaps_of(answers: Sequence[Answer]) -> list[float]:
     """Returns the time between every two outputs of an answer, of all answers."""
     return [b - a for one in answers for a, b in zip(one.times_s, one.times_s[1:], strict=False)]
@@ -211,7 +258,7 @@ async def measure_flips(options: argparse.Namespace) -> int:
         num_moved = sum(snapshot.num_migrated for snapshot in cluster.snapshots())
     pairs = [(a, b) for go in rounds for a, b in zip(stay, go, strict=True)]
     num_lost = sum(b.is_lost for _, b in pairs)
-    num_equal = sum((a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason) for a, b in pairs)
+    num_equal = sum(a.result == b.result for a, b in pairs)
     gaps = sorted(gaps_of([b for _, b in pairs]))
     print(f"{len(took_s)} flips, each in {statistics.median(took_s):.2f} s at P50, {max(took_s):.2f} s at most")
     print(f"{len(pairs)} requests, {options.at_once} at once: {num_lost} lost, {num_equal} identical")
@@ -223,18 +270,31 @@ async def measure_flips(options: argparse.Namespace) -> int:
 
 async def measure(options: argparse.Namespace) -> int:
     """Runs the requests twice, prints what differs, and returns how many answers do."""
-    async with running(options, replicas=2) as cluster:
-        sizes = options.requests, options.prompt_tokens, options.max_tokens
-        stay, go = make_requests(*sizes, "stay"), make_requests(*sizes, "go")
+    sizes = options.requests, options.prompt_tokens, options.max_tokens
+    drafting = {name: getattr(options, name) for name in ("speculate", "draft_tokens") if getattr(options, name) is not None}
+    async with running(options, replicas=2, **drafting) as cluster:
+        stops: dict[int, str] = {}
+        if options.stop_strings:
+            whole = make_requests(*sizes, "whole")
+            await answer_all(cluster, whole, options.at_once)
+            stops = choose_stops(whole)
+        stay, go = make_requests(*sizes, "stay", stops), make_requests(*sizes, "go", stops)
         await answer_all(cluster, stay, options.at_once)
         moves = Moves(cluster, go)
         movers = [moves.move(options.migrations, seed) for seed in range(options.movers)]
         await asyncio.gather(answer_all(cluster, go, options.at_once), *movers)
     step_s = statistics.median(gaps_of(go))
-    equal = sum(a.token_ids == b.token_ids for a, b in zip(stay, go, strict=True))
+    equal = sum(a.result == b.result for a, b in zip(stay, go, strict=True))
     num_moved = len({move.answer.request.request_id for move in moves.done})
     print(f"{len(moves.done)} migrations of {num_moved} requests, {options.at_once} at once")
     print(f"equal answers: {equal} of {len(go)}")
+    if stops:
+        num_cut = sum(bool(move.answer.request.sampling.stop) for move in moves.done)
+        num_ended = sum(isinstance(one.stop_reason, str) for one in go)
+        print(f"{num_ended} ended at a stop string, {num_cut} of the moves are of requests with one")
+    if drafting:
+        behind, others = count_tokens(moves)
+        print(f"tokens of an output: {behind:.2f} in the first {NUM_BEHIND} behind a move, {others:.2f} in others")
     stalls_s = moves.stalls_s(step_s)
     print(f"median step {step_s * 1e3:.2f} ms; in steps of this, P50, P90, P99 and max:")
     for what, values_s in (
@@ -260,6 +320,9 @@ def main() -> int:
     parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--prompt-tokens", type=int, default=200)
     parser.add_argument("--max-tokens", type=int, default=200)
+    parser.add_argument("--speculate", help="drafters, as of `serve`")
+    parser.add_argument("--draft-tokens", type=int, help="as of `serve`")
+    parser.add_argument("--stop-strings", action="store_true", help="every third request has a stop string")
     parser.add_argument("--flips", type=int, help="flip roles in place of moving requests")
     options = parser.parse_args()
     return 1 if asyncio.run(measure_flips(options) if options.flips else measure(options)) else 0

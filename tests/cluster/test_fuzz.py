@@ -143,7 +143,7 @@ def repeat_a_token(requests: InFlightRequests, request_id: str, *, is_running: b
     return found
 
 
-def stay_in_both_places(client: EngineClient, request_id: str) -> InFlightRequest | None:
+def stay_in_both_places(client: EngineClient, request_id: str, **_: bool) -> InFlightRequest | None:
     return client.find(request_id)
 
 

@@ -18,12 +18,13 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.cluster import ReplicaSet
-from cloister.cluster.replay import Answer, find_odd, may_replay
+from cloister.cluster.replay import Answer, ReplayVerifier, find_odd, may_replay
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
 from cloister.launch import build_engine
 from cloister.types.config import EngineConfig
 from cloister.types.events import Event, Stepped
 from cloister.types.request import FinishReason, PoolingParams, Request, SequenceOutput
+from cloister.types.scope import ScopeKind
 from tests.cluster.test_replica_set import make_router
 from tests.engine.replica import make_request
 from tests.model_factory import make_model
@@ -164,6 +165,23 @@ def test_replicas_that_compute_rightly_agree_on_everything(llama: Path, monkeypa
     assert all(outputs[-1].finish_reason is FinishReason.LENGTH for outputs in answers)
     assert [snapshot.num_mismatches for snapshot in server.replicas.snapshots()] == [0, 0]
     assert server.replicas._verifier.num_replays == 4, "an answer without a seed could be another one"
+
+
+def test_what_is_computed_again_has_a_scope_of_its_own(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = Server([build(llama, flips=False, monkeypatch=monkeypatch) for _ in range(2)])
+    computed: list[Request] = []
+    compute = ReplayVerifier.compute
+
+    async def note(verifier: ReplayVerifier, request: Request, index: int) -> Answer | None:
+        computed.append(request)
+        return await compute(verifier, request, index)
+
+    monkeypatch.setattr(ReplayVerifier, "compute", note)
+    sent = prompts(1) * 2
+    server.answer([msgspec.structs.replace(request, request_id=f"r{i}") for i, request in enumerate(sent)])
+    first, second = (request.scope for request in computed)
+    assert {first.kind, second.kind} == {ScopeKind.REQUEST}
+    assert len({scope.salt for scope in (first, second, sent[0].scope)}) == 3
 
 
 def test_only_a_majority_accuses() -> None:

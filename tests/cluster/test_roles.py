@@ -113,18 +113,29 @@ def starving(num_queued: int = 3) -> list[ReplicaSnapshot]:
 
 
 def test_an_idle_replica_flips_to_where_others_queue_once_that_lasts() -> None:
-    flips = RoleFlipper(hold_s=2.0, rest_s=20.0)
+    flips = RoleFlipper(random.Random(0), hold_s=2.0, rest_s=20.0)
     assert [flips.decide(starving(), now) for now in (0.0, 1.0, 1.9)] == [None, None, None]
-    assert flips.decide(starving(), 2.0) == Flip(2, "prefill")
+    first = flips.decide(starving(), 2.0)
+    assert first in (Flip(1, "prefill"), Flip(2, "prefill"))
     assert flips.decide(starving(), 10.0) is None
-    assert flips.decide(starving(), 22.1) == Flip(2, "prefill")
+    assert flips.decide(starving(), 22.1) is not None
+
+
+def test_who_flips_is_drawn_by_capacity_among_the_idle_ones() -> None:
+    queued, first, second = starving()
+    busy = ReplicaSnapshot(3, role="decode", num_requests=5, capacity=100.0)
+    pool = [queued, first, dataclasses.replace(second, capacity=3.0), busy]
+    draw = random.Random(1)
+    flips = Counter(flip.index for _ in range(400) if (flip := RoleFlipper(draw, hold_s=0.0).decide(pool, 0.0)) is not None)
+    assert set(flips) == {1, 2}
+    assert 2.2 < flips[2] / flips[1] < 4.0
 
 
 def test_a_queue_that_comes_and_goes_flips_nothing() -> None:
-    flips = RoleFlipper(hold_s=2.0)
+    flips = RoleFlipper(random.Random(0), hold_s=2.0)
     assert [flips.decide(starving(int(now) % 2), now) for now in map(float, range(20))] == [None] * 20
 
 
 def test_the_last_replica_of_a_role_keeps_it() -> None:
-    flips = RoleFlipper(hold_s=0.0)
+    flips = RoleFlipper(random.Random(0), hold_s=0.0)
     assert flips.decide(starving()[:2], 0.0) is None

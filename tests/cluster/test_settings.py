@@ -131,6 +131,12 @@ def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -
             resolve_settings({"replicas": 2, "profile": profile, **flags})
 
 
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need(profile: str) -> None:
+    with pytest.raises(PolicyError, match="leave `prefill` and `decode` out"):
+        resolve_settings({"replicas": 2, "profile": profile, "prefill": 1, "decode": 1})
+
+
 def test_several_models_have_no_replicas(tmp_path: Path) -> None:
     file = tmp_path / "cloister.toml"
     file.write_text('replicas = 2\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')

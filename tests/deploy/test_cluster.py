@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import re
 import tomllib
 from pathlib import Path
@@ -122,6 +124,21 @@ def test_only_the_port_of_the_server_is_open_to_others() -> None:
     assert MANIFESTS["NetworkPolicy"]["spec"]["podSelector"] == own
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cluster.yaml"])
+def test_compose_files_fit_the_schema_of_the_compose_specification(name: str) -> None:
+    owner = importlib.util.find_spec("check_jsonschema")
+    if owner is None or owner.origin is None:
+        pytest.skip("needs check-jsonschema (extra check), which has the schema")
+    schema = json.loads((Path(owner.origin).parent / "builtin_schemas/vendor/compose-spec.json").read_text())
+    compose = yaml.safe_load((ROOT / "deploy" / name).read_text())
+    jsonschema.validate(compose, schema)
+    for service in compose["services"].values():
+        service["read-only"] = True
+        with pytest.raises(jsonschema.ValidationError, match="read-only"):
+            jsonschema.validate(compose, schema)
+        del service["read-only"]
+
+
 def test_compose_opens_loopback_only_and_has_a_node_for_each_replica() -> None:
     front, node = COMPOSE["services"]["front"], COMPOSE["services"]["node"]
     assert front["ports"] == ["127.0.0.1:8000:8000"]
@@ -137,10 +154,3 @@ def test_compose_opens_loopback_only_and_has_a_node_for_each_replica() -> None:
     assert {name.replace("-", "_") for name in flags} <= set(setting_names(EngineConfig, ServerConfig))
     assert front["environment"]["REPLICAS"] == f"${{REPLICAS:-{node['deploy']['replicas']}}}"
     assert "ARG EXTRAS=" in (ROOT / "Dockerfile").read_text()
-
-
-def test_the_chart_gives_each_pod_its_engines() -> None:
-    values = yaml.safe_load((ROOT / "deploy/helm/cloister/values.yaml").read_text())
-    assert values["engines"] == 1
-    template = (ROOT / "deploy/helm/cloister/templates/deployment.yaml").read_text()
-    assert "--replicas={{ .Values.engines }}" in template

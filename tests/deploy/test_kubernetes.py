@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import subprocess
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -24,14 +22,15 @@ PLAIN = ROOT / "deploy/kubernetes/cloister.yaml"
 MANIFESTS = {each["kind"]: each for each in yaml.safe_load_all(PLAIN.read_text())}
 POD = MANIFESTS["Deployment"]["spec"]["template"]["spec"]
 (SERVER,) = POD["containers"]
-HELM = shutil.which("helm")
 EVERYTHING = {"apiKeys": "keys", "models": "m", "cache": "c", "download": True, "arguments": ["--max-num-seqs", "32"]}
 
 
-def render(values: Mapping[str, Any], folder: Path) -> Iterator[dict[str, Any]]:
-    (folder / "values.yaml").write_text(yaml.safe_dump(dict(values)))
-    command = [str(HELM), "template", "cloister", str(CHART), "--values", str(folder / "values.yaml")]
-    yield from yaml.safe_load_all(subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout)
+def render(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the manifests that Helm makes of the chart, by kind."""
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    with helm.Chart.load(str(CHART)) as chart:
+        texts = chart.render(dict(values), name="cloister").values()
+    return {each["kind"]: each for text in texts for each in yaml.safe_load_all(text) if each is not None}
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.31", "1.35"])
@@ -41,20 +40,32 @@ def test_kubernetes_knows_every_field(version: str) -> None:
         validate.validate(manifest, version, strict=True)
 
 
-@pytest.mark.skipif(HELM is None, reason="helm is not installed")
-def test_the_plain_manifests_are_what_the_chart_makes(tmp_path: Path) -> None:
-    assert {each["kind"]: each for each in render({}, tmp_path)} == MANIFESTS
+def test_the_plain_manifests_are_what_the_chart_makes() -> None:
+    assert render({}) == MANIFESTS
 
 
-@pytest.mark.skipif(HELM is None, reason="helm is not installed")
-def test_a_chart_with_every_value_set_makes_manifests_that_kubernetes_knows(tmp_path: Path) -> None:
+def test_a_chart_with_every_value_set_makes_manifests_that_kubernetes_knows() -> None:
+    made = render(EVERYTHING)
     validate = pytest.importorskip("kubernetes_validate", reason="needs kubernetes-validate (extra check)")
-    made = {each["kind"]: each for each in render(EVERYTHING, tmp_path)}
     for manifest in made.values():
         validate.validate(manifest, "1.31", strict=True)
     pod = made["Deployment"]["spec"]["template"]["spec"]
     assert pod["containers"][0]["args"][-3:] == ["--api-keys=/keys/keys.json", "--max-num-seqs", "32"]
     assert made["NetworkPolicy"]["spec"]["egress"]
+
+
+def test_helm_gives_each_pod_its_engines() -> None:
+    [container] = render({"engines": 2})["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert "--replicas=2" in container["args"]
+
+
+def test_helm_has_nothing_against_the_chart_and_refuses_values_that_it_does_not_know() -> None:
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    found = helm.lint(str(CHART))
+    assert not found["errors"]
+    assert {message["error"] for message in found["messages"]} <= {"icon is recommended"}
+    with pytest.raises(helm.HelmValuesError, match="modell"):
+        render({"modell": "x"})
 
 
 def test_values_fit_their_schema_and_a_misspelt_one_does_not() -> None:

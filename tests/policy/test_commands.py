@@ -72,7 +72,8 @@ def test_json_has_every_row_and_only_the_profile_asked_for() -> None:
         "paranoid": {"rule": "T6.prefix-cache.paranoid", "verdict": "refused", "text": "nothing is reused at all"}
     }
     assert rows["prefix cache"]["in_build"] is True
-    assert rows["instance flip"]["in_build"] is False
+    assert rows["instance flip"]["in_build"] is True
+    assert rows["key held by the whole system"]["in_build"] is False
     assert len(rows) == len(ROWS)
 
 

@@ -83,13 +83,13 @@ def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str)
     apply_profile(engine_settings(("flag", {"profile": profile.value})), loopback=True, has_api_keys=True, entries=[entry])
 
 
-@pytest.mark.parametrize("row", ["offload", "duplication", "pulling"])
-def test_an_implementation_of_a_refused_row_cannot_start(row: str) -> None:
+@pytest.mark.parametrize(("row", "strictest"), [("offload", "team"), ("duplication", "private"), ("pulling", "team")])
+def test_an_implementation_of_a_refused_row_cannot_start(row: str, strictest: str) -> None:
     tiers: Registry[type] = Registry("tier")
     tiers.register("far", row_of(row).threat)(dict)
     entries = [Entry.of(tiers, "far")]
-    apply_profile(engine_settings(("flag", {"profile": "private"})), loopback=True, has_api_keys=True, entries=entries)
-    with pytest.raises(PolicyError, match=rf"T6\.{row}\.paranoid.*tier 'far'.*open, team, private"):
+    apply_profile(engine_settings(("flag", {"profile": strictest})), loopback=True, has_api_keys=True, entries=entries)
+    with pytest.raises(PolicyError, match=rf"T6\.{row}\.paranoid.*tier 'far'.*allows it: .*{strictest}\."):
         apply_profile(engine_settings(("flag", {"profile": "paranoid"})), loopback=True, has_api_keys=True, entries=entries)
 
 

@@ -99,6 +99,7 @@ def test_an_operator_sees_what_each_replica_does(two: RunningServer) -> None:
 def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> None:
     assert httpx.post(f"{two.url}{PATH}/1/drain").json() == {"replica": 1, "num_requests": 0}
     assert [each["state"] for each in list_replicas(two)] == ["running", "drained"]
+    assert 'cloister_replica_actions_total{action="drain"} 1.0' in httpx.get(f"{two.url}/metrics").text.splitlines()
     assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
 

@@ -75,8 +75,11 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
+    from cloister.cluster.migration import MIGRATION_THREAT
+    from cloister.cluster.roles import DISAGGREGATION_THREAT, FLIP_THREAT
     from cloister.cluster.routers import ROUTERS
     from cloister.engine.kv_tier_storage import KV_TIERS
+    from cloister.engine.kv_transports import KV_TRANSPORTS
     from cloister.executor.drafters import DRAFTERS
     from cloister.kv.tier_admission import TIER_ADMISSIONS
     from cloister.scheduler.layerwise import LAYERWISE_THREAT
@@ -92,10 +95,13 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics": PROFILING_THREAT,
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
+        "moves of running requests": MIGRATION_THREAT,
+        "roles of replicas": DISAGGREGATION_THREAT,
+        "flips of roles": FLIP_THREAT,
         "metrics of sealed nodes": WINDOWS_THREAT,
         **declared_threats(),
     }
-    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS, KV_TIERS, TIER_ADMISSIONS), declared)
+    return gather((BACKENDS, POLICIES, ROUTERS, DRAFTERS, KV_TRANSPORTS, KV_TIERS, TIER_ADMISSIONS), declared)
 
 
 def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:

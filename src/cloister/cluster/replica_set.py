@@ -15,9 +15,10 @@ from typing import Final
 
 import msgspec
 
+from cloister.cluster.action_log import ActionLog
 from cloister.cluster.health import ReplicaSpeeds
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
-from cloister.cluster.migration import LoadBalancer
+from cloister.cluster.migration import LoadBalancer, Move
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
@@ -138,7 +139,7 @@ class ReplicaSet(RequestClient):
         block_size: tokens of a KV block of the engines.
         avoids_slow: slow replicas get no requests; False: they are only reported.
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
-        draw: chooses those.
+        draw: chooses those, and whom `rebalance` moves where.
         make_predictor: makes a predictor of lengths, if the router asks for one.
         release: what `replicas` were made of; None if there can be no update.
         make_release: called for each rolling update with the setting `model`, returns what makes clients of new engines.
@@ -192,8 +193,10 @@ class ReplicaSet(RequestClient):
         self._stacks = StackClusters()
         self._speeds = ReplicaSpeeds(len(replicas))
         self._avoids_slow = avoids_slow
-        self._verifier = ReplayVerifier(self._replicas, verify_replay, draw or random.SystemRandom())
+        self._draw = draw or random.SystemRandom()
+        self._verifier = ReplayVerifier(self._replicas, verify_replay, self._draw)
         self._clock = clock or WallClock()
+        self._actions = ActionLog(self._clock)
         for index, replica in enumerate(self._replicas):
             self._connect(index, replica)
 
@@ -310,6 +313,9 @@ class ReplicaSet(RequestClient):
         )
         unanswered = [index for index, report in enumerate(each) if report.unanswered]
         return CacheReport(add_up(usage for report in each for usage in report.places), unanswered)
+
+    def action_counts(self) -> Mapping[str, int]:
+        return self._actions.counts
 
     def length_errors(self) -> LengthErrors | None:
         return None if self._lengths is None else self._lengths.errors
@@ -629,6 +635,8 @@ class ReplicaSet(RequestClient):
         self._check_index(index)
         if len(self._draining | {index}) == len(self._replicas):
             raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
+        if index not in self._draining:
+            self._actions.note_drain(index)
         self._draining.add(index)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while index in self._draining:
@@ -664,6 +672,7 @@ class ReplicaSet(RequestClient):
         """
         await self.drain_replica(index, timeout_s)
         self._roles[index] = role
+        self._actions.note_flip(index, role)
         self.return_replica(index)
 
     async def _move_away(self, request: RequestSnapshot, index: int) -> None:
@@ -685,6 +694,7 @@ class ReplicaSet(RequestClient):
             raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
         release = self._make_release(self._release.model if model is None else model)
         self._update = RollingUpdate(self, release, None if model is None else self._release)
+        self._actions.note_update()
         self.adapters.are_fixed = True
         self._begin(self._run_update(self._update, release), "rolling update")
 
@@ -737,7 +747,7 @@ class ReplicaSet(RequestClient):
 
     async def _rebalance(self) -> None:
         """Asks the controllers regularly, and does what they say; nothing while an update moves requests."""
-        balancer, flips = LoadBalancer(), RoleFlipper()
+        balancer, flips = LoadBalancer(self._draw), RoleFlipper(self._draw)
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
             if self._update is not None and self._update.progress.is_running:
@@ -749,9 +759,14 @@ class ReplicaSet(RequestClient):
                 for index, replica in enumerate(self._replicas)
             }
             for move in balancer.decide([replica for replica in replicas if replica.is_accepting], requests, now):
-                self._begin(self._perform(self.migrate(move.request_id, move.target)), "migration")
+                self._begin(self._perform(self._move_by_load(move)), "migration")
+            self._actions.log_moves()
             if (flip := flips.decide(replicas, now)) is not None:
                 self._begin(self._perform(self.set_role(flip.index, flip.role)), "flip")
+
+    async def _move_by_load(self, move: Move) -> None:
+        if await self.migrate(move.request_id, move.target):
+            self._actions.note_move(move)
 
     async def _perform(self, action: Coroutine[None, None, object]) -> None:
         with contextlib.suppress(InvalidRequestError):  # an operator drains the others meanwhile

@@ -1,14 +1,16 @@
 """Roles of replicas: prompts are computed by some, answers by others (DistServe, Zhong et al. 2024; Splitwise, Patel et al.
-2024; two-level scheduling and flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O.
+2024; two-level scheduling and flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O; randomness is given.
 """
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from cloister.cluster.routers import Router
+from cloister.cluster.routers.base import draw_by_capacity
 from cloister.engine.replica_snapshot import ReplicaSnapshot, Role
 from cloister.types.errors import ConfigError
 from cloister.types.request import Request
@@ -16,7 +18,7 @@ from cloister.types.threat import Requirement, ThreatProfile
 
 DISAGGREGATION_THREAT: Final = ThreatProfile(
     row="disaggregated prefill/decode",
-    threats=frozenset({Requirement.NON_TARGETABLE}),
+    threats=frozenset(),
     residue="KV in flight",
     where=("network",),
     attack="tap",
@@ -26,7 +28,10 @@ FLIP_THREAT: Final = ThreatProfile(
     row="instance flip",
     threats=frozenset({Requirement.NON_TARGETABLE}),
     attack="turn a captured node into a prefill node",
-    mitigations=("refused where the profile allows no choice by load",),
+    mitigations=(
+        "refused where the profile allows no choice by load",
+        "drawn by capacity among the replicas that are idle; counted in the log and in the metrics",
+    ),
 )
 
 
@@ -150,16 +155,19 @@ class Flip:
 
 
 class RoleFlipper:
-    """Flips a replica of an idle pool where the other pool has queued for some time.
+    """Flips a replica of an idle pool where the other pool has queued for some time. Of several idle ones one is drawn by
+    capacity, so that nobody can choose it.
 
     Mixed replicas keep their role, and the last replica of a role keeps it.
 
     Args:
+        draw: source of randomness.
         hold_s: the other pool must have queued, and this one been idle, for so long.
         rest_s: time between two flips.
     """
 
-    def __init__(self, hold_s: float = 2.0, rest_s: float = 20.0) -> None:
+    def __init__(self, draw: random.Random, *, hold_s: float = 2.0, rest_s: float = 20.0) -> None:
+        self._draw = draw
         self._hold_s, self._rest_s = hold_s, rest_s
         self._since_s: dict[Role, float] = {}
         self._next_s = 0.0
@@ -179,8 +187,7 @@ class RoleFlipper:
             if now - since_s >= self._hold_s and now >= self._next_s:
                 self._next_s = now + self._rest_s
                 self._since_s.clear()
-                chosen = min(idle, key=lambda replica: (replica.num_requests / replica.capacity, replica.index))
-                return Flip(chosen.index, short)
+                return Flip(draw_by_capacity(idle, self._draw).index, short)
         return None
 
 

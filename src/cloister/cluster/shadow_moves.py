@@ -156,7 +156,8 @@ class ShadowMoves:
 
     def _go_over(self, move: _Move) -> None:
         """Goes on with a request where its shadow is."""
-        if not self._is_accepting(move.target) or self._replicas[move.source].detach_request(move.request_id) is None:
+        source = self._replicas[move.source]
+        if not self._is_accepting(move.target) or source.detach_request(move.request_id, keeps_kv=False) is None:
             self._end(move, ShadowEnd.FAILED)
             return
         del self._moves[move.request_id]

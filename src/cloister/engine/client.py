@@ -9,7 +9,7 @@ import logging
 import secrets
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -143,6 +143,10 @@ class RequestClient(ABC):
     @abstractmethod
     def snapshots(self) -> list[ReplicaSnapshot]:
         """Returns the load of each replica."""
+
+    def action_counts(self) -> Mapping[str, int]:
+        """Returns how often replicas were drained, changed their roles or got new engines, and requests were moved by load."""
+        return {}
 
     def length_errors(self) -> LengthErrors | None:
         """Returns how wrong predicted lengths of answers were; None if nothing predicts any."""
@@ -497,13 +501,18 @@ class EngineClient(RequestClient):
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return self._requests.snapshots()
 
-    def detach_request(self, request_id: str) -> InFlightRequest | None:
-        """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended."""
+    def detach_request(self, request_id: str, *, keeps_kv: bool = True) -> InFlightRequest | None:
+        """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended.
+
+        Args:
+            keeps_kv: for an engine that loads it; False: that has computed or loaded all, and others need the blocks.
+        """
         found = self._requests.depart(request_id, is_running=self._is_open)
         if found is not None and not found.is_prefilled:
-            self.hold(request_id)
+            if keeps_kv:
+                self.hold(request_id)
             self._send(Abort(request_id))
-        if found is not None and self.kv_endpoint is not None:
+        if found is not None and keeps_kv and self.kv_endpoint is not None:
             self._idle.note_use(self._clock.now() + HOLD_KV_S)  # the other engine may load its KV for so long
         self._send_due()
         return found

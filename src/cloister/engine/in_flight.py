@@ -201,6 +201,7 @@ class InFlightRequest:
             num_output_tokens=sum(len(self.token_ids[index]) for index in self.open),
             num_sequences=len(self.open),
             priority=self.request.priority,
+            has_slot=self.suspect.has_slot,
         )
 
     def submission(self, now: float) -> Submit:

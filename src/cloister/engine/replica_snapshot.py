@@ -123,6 +123,7 @@ class RequestSnapshot:
         num_output_tokens: of all its open sequences.
         num_sequences: those that have not ended.
         priority: lower is more urgent.
+        has_slot: it runs; False: it waits for its first slot, or again.
     """
 
     request_id: str
@@ -130,6 +131,7 @@ class RequestSnapshot:
     num_output_tokens: int
     num_sequences: int = 1
     priority: int = 0
+    has_slot: bool = True
 
 
 @dataclass(slots=True)

@@ -123,7 +123,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     _check_quant(engine.config.quant)
     _check_replicas(server.config, engine.config)
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
-        _check_roles(server.config, engine.config)
+        _check_roles(server.config)
     if listens and server.config.sealed:
         engine = _resolve_sealed(engine)
     policy, engine = apply_profile(
@@ -142,6 +142,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     _check_kv_transfer(policy, engine.config, server.config, num_replicas=server.config.replicas if listens else 1)
     _check_kv_tier(policy, engine.config, server.config)
     resolved = Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
+    _check_handover(server.config, engine.config)
     if server.config.on == "ray" and importlib.util.find_spec("ray") is None:  # last: the profile may refuse it anyway
         raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
     return resolved
@@ -266,7 +267,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         )
 
 
-def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
+def _check_roles(server: ServerConfig) -> None:
     """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
     from cloister.cluster.roles import assign_roles
 
@@ -274,6 +275,10 @@ def _check_roles(server: ServerConfig, config: EngineConfig) -> None:
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
     assign_roles(server.replicas, server.prefill, server.decode)
+
+
+def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
+    """Refuses roles without a way for KV, once the profile has allowed roles: what it says to set, the profile allows too."""
     if (server.prefill or server.decode) and config.kv_transfer is None:
         where = "unix" if server.on == LOCAL else "unix,tls"
         raise ConfigError(

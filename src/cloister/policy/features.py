@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.policy.matrix import ONE_USER, row_of
+from cloister.policy.matrix import ONE_USER, STEERED, row_of
 from cloister.policy.verdict import Judgement, Profile, Ruling, Verdict, allow, mitigate, name_rulings, refuse
 from cloister.types.threat import ThreatProfile
 
@@ -88,10 +88,6 @@ def _feature(
 
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
-_UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
-_AMONG_ENGINES = mitigate(
-    "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
-)
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope, only in the engine's locked memory; a share for each tenant")
 _SHARED_TIER = mitigate(
     "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
@@ -101,15 +97,9 @@ _DOCUMENTS_BY_SCOPE = mitigate(
     "their keys are seeded by the scope and cover the prefix and their positions, so what other scopes sent is never found; "
     "schemas are kept for their tenant only, and only where responses are; replies say how many tokens were encoded separately"
 )
-_COPIES_STAY = refuse(
-    "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
-)
-_STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_COPIES_STAY = refuse(row_of("offload").rulings[Profile.PRIVATE].text)
 _PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
-_STEERED_BY_LENGTHS = refuse(
-    "lengths are learned from answers, so others' answers would decide where a request runs; replicas are drawn by capacity"
-)
 _STEERED_BY_TIMES = refuse(
     "a replica is drawn by capacity alone; only one that is dead or hung is left out, which no request decides for another"
 )
@@ -337,8 +327,8 @@ _FEATURES: Final = (
         part="load",
         open=allow(ONE_USER),
         team=mitigate("the operator is trusted with all replicas, and prefix keys are seeded by the scope"),
-        private=_STEERED,
-        paranoid=_STEERED,
+        private=STEERED,
+        paranoid=STEERED,
         on_by_default=(Profile.OPEN, Profile.TEAM),
         instead="set `router` to capacity_random, or leave it out",
     ),
@@ -349,14 +339,6 @@ _FEATURES: Final = (
         title="Predicted lengths of answers",
         does="learns how long answers are by the length of their prompts, to see when a replica will have room",
         endangers="lengths of others' answers decide where a request runs, or whether it is refused",
-        part="lengths",
-        open=allow(ONE_USER),
-        team=mitigate(
-            "learned from counts of all tenants together, never from text, tenant or key; a wrong prediction refuses nothing "
-            "while a slot is free"
-        ),
-        private=_STEERED_BY_LENGTHS,
-        paranoid=_STEERED_BY_LENGTHS,
         residue="counts of answers by length, in groups of requests; older ones weigh less",
         where=("memory of the front",),
         attack="a tenant who sends many requests of one kind changes what is expected of others' requests of that kind",
@@ -374,11 +356,6 @@ _FEATURES: Final = (
         title="Prefill and decode on different replicas",
         does="has some replicas compute prompts, and others go on with the answers",
         endangers="KV travels between processes",
-        part="roles",
-        open=allow(ONE_USER),
-        team=_AMONG_ENGINES,
-        private=_UNENCRYPTED,
-        paranoid=_UNENCRYPTED,
         instead="leave `prefill` and `decode` out",
     ),
     _feature(
@@ -390,9 +367,12 @@ _FEATURES: Final = (
         endangers="others' requests decide where a request runs, so it can be steered",
         part="load",
         open=allow(ONE_USER),
-        team=mitigate("the operator is trusted with all of them"),
-        private=_STEERED,
-        paranoid=_STEERED,
+        team=mitigate(
+            "the target is drawn by capacity among the replicas that qualify; moves are counted in the log and the metrics; "
+            "the operator is trusted with all of them"
+        ),
+        private=STEERED,
+        paranoid=STEERED,
         instead="leave the setting `rebalance` out; draining a replica works in every profile",
     ),
     _feature(
@@ -402,11 +382,6 @@ _FEATURES: Final = (
         title="Flipping roles by load",
         does="makes replicas that compute prompts go on with answers, or the other way round, where others queue",
         endangers="a tenant who loads one role decides which replica changes its own",
-        part="load",
-        open=allow(ONE_USER),
-        team=mitigate("the operator is trusted with all of them"),
-        private=_STEERED,
-        paranoid=_STEERED,
         instead="leave the setting `rebalance` out",
     ),
     _feature(
@@ -416,11 +391,6 @@ _FEATURES: Final = (
         title="KV between replicas",
         does="lets a replica load cached KV from another one in place of computing it",
         endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
-        part="transfer",
-        open=allow(ONE_USER),
-        team=_AMONG_ENGINES,
-        private=_UNENCRYPTED,
-        paranoid=_UNENCRYPTED,
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
     ),
     _feature(

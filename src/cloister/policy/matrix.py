@@ -79,24 +79,54 @@ def _threat(
 _WIPE = mitigate("a freed block is wiped before another request can get it, in every profile")
 _LEASE = mitigate("copies share one lease: they expire together and their keys are revoked together")
 _LEASE_ATTESTED = mitigate("copies share one lease, and stay inside one attested ensemble")
-_ROUTED_LEASES = mitigate("a node may ask only for leases of requests that were routed to it; otherwise denied")
-_RANDOM_TARGET = mitigate("only inside an ensemble, target drawn at random by capacity, recorded as counts")
-_TAPLESS = mitigate("encrypted channel between attested peers; the pair is one trust unit")
-_CLASS = mitigate("the class is the credential's; content and the client's wishes have no effect")
-_PUBLIC_CLASS = mitigate(
-    "the class is the credential's public class, and the engine sees nothing else that identifies the user"
+_KNOWN_KEYS = mitigate(
+    "an engine asks engines of its own front only, and by prefix keys, which are seeded by the scope: it can name only blocks "
+    "of scopes whose requests it was given"
 )
-_PUBLIC_TRAINING = mitigate("trained on public data only; nothing is learned from prompts")
-_RANDOM_FLIP = mitigate("flips are drawn at random and logged as counts")
+_DRAWN_TARGET = mitigate(
+    "only among replicas of one server: by load to one that is drawn by capacity among those that qualify, else as new "
+    "requests are routed; moves by load and drains are counted in the log and the metrics"
+)
+_DRAINED_ONLY = mitigate(
+    "never by load: only if its replica is drained or lost, to another one of the same server, drawn by capacity; drains are "
+    "counted in the log"
+)
+_AMONG_ENGINES = mitigate(
+    "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
+)
+_UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_COPIES_STAY = refuse(
+    "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
+)
+_CLASS = mitigate("the class is the credential's; beside it arrival, lengths and work done decide, never content")
+_PUBLIC_CLASS = mitigate(
+    "the class is the credential's public class; beside it arrival, lengths and work done decide, never content, and the "
+    "engine sees nothing else that identifies the user"
+)
+_COUNTED_LENGTHS = mitigate(
+    "learned from counts of all tenants together, never from text, tenant or key; a wrong prediction refuses nothing while a "
+    "slot is free"
+)
+_STEERED_BY_LENGTHS = refuse(
+    "lengths are learned from answers, so others' answers would decide where a request runs; replicas are drawn by capacity"
+)
+_DRAWN_FLIP = mitigate(
+    "the replica is drawn by capacity among those that are idle; flips are counted in the log and the metrics; the operator is "
+    "trusted with all of them"
+)
+STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_BY_CAPACITY = mitigate("a replica is drawn by capacity: neither text, length nor load decides, and affinity is denied")
 _COUNTS = mitigate(
     "counts on the allow-list only, updated once a threshold of further requests has ended; on a sealed node counts per "
     "minute, with noise in each and none of few"
 )
-_REQUEST_STATE = mitigate("state per request, a datastore of public text, or differential privacy")
+_REQUEST_STATE = mitigate("state per request, or a datastore of public text")
 _DRAFTS_DIE = "drafts live no longer than their request"
 _PAGE_STORAGE = mitigate("only while the user of the page has switched it on, and without the API key")
 _RECEIPT = mitigate("only on request, sealed to the client; salted digests, and no time but the epoch's hour")
-_STEP_TIMES = mitigate("learns from token counts and step times only, keeps them in the engine, and exports nothing")
+_STEP_TIMES = "learns from token counts and step times only, and keeps them in memory"
+_STEP_TIMES_SHOWN = mitigate(f"{_STEP_TIMES}; metrics show sums of all requests together")
+_STEP_TIMES_HIDDEN = mitigate(f"{_STEP_TIMES}; no metric shows any of it")
 
 _KEPT = mitigate("off by default; accessible to its owner only, encrypted on disk, and deleted when it expires")
 _GONE = refuse("what a user sent is used for its request only and deleted afterwards")
@@ -153,7 +183,7 @@ ROWS: tuple[Row, ...] = (
         residue=Residue("disk offload", "KV", (_SSD,), "encryption", leak=True),
         open=allow(ONE_USER),
         team=mitigate("AES-GCM under a key per scope that lives only in the node's memory"),
-        private=mitigate("AES-GCM under a key that lives only in the node's memory and dies with the scope"),
+        private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
     ),
     _row(
@@ -175,29 +205,32 @@ ROWS: tuple[Row, ...] = (
         "pulling",
         _threat(
             "pulling (cache fetched by a node)", "SET", residue="KV", where=(_NODES,), attack="raises hits",
-            mitigation="a puller may ask only for leases routed to it; otherwise denied",
+            mitigation="only among engines of one front, by prefix keys that are seeded by the scope; refused where nobody "
+            "has attested the engines to each other",
         ),
         steering=Steering("pulling", "pulls from the target's cache"),
-        open=allow(ONE_USER), team=_ROUTED_LEASES, private=_ROUTED_LEASES,
+        open=allow(ONE_USER), team=_KNOWN_KEYS, private=_UNENCRYPTED,
         paranoid=refuse("only caches are pulled, and this profile reuses nothing"),
     ),
     _row(
         "migration",
         _threat(
             "request migration", "T", attack="steer in or out",
-            mitigation="only inside an ensemble, target drawn at random by capacity, recorded in the audit log as counts",
+            mitigation="only among replicas of one server, target drawn by capacity, counted in the log; by load only where "
+            "the profile allows that",
         ),
         steering=Steering("migration", "moves the target in", "moves others out"),
-        open=allow(ONE_USER), team=_RANDOM_TARGET, private=_RANDOM_TARGET, paranoid=_RANDOM_TARGET,
+        open=allow(ONE_USER), team=_DRAWN_TARGET, private=_DRAINED_ONLY, paranoid=_DRAINED_ONLY,
     ),
     _row(
         "disaggregation",
         _threat(
             "disaggregated prefill/decode", "", residue="KV in flight", where=(_NETWORK,), attack="tap",
-            mitigation="encrypted channel between attested peers; the pair is one trust unit",
+            mitigation="sockets of one user on one machine, else mutual TLS, between engines that know a secret of one front; "
+            "refused where peers must be attested",
         ),
         threat_note="T with flip",
-        open=allow(ONE_USER), team=_TAPLESS, private=_TAPLESS, paranoid=_TAPLESS,
+        open=allow(ONE_USER), team=_AMONG_ENGINES, private=_UNENCRYPTED, paranoid=_UNENCRYPTED,
     ),
     _row(
         "priority",
@@ -212,29 +245,31 @@ ROWS: tuple[Row, ...] = (
         "prediction",
         _threat(
             "request-level prediction", "T", residue="predictor state", where=(_HOST,), attack="learns content",
-            mitigation="trained on public data only; no online learning from prompts",
+            mitigation="learned from counts of answers, never from text, tenant or key; refused where nothing of others may "
+            "decide where a request runs",
         ),
-        open=allow(ONE_USER), team=_PUBLIC_TRAINING, private=_PUBLIC_TRAINING, paranoid=_PUBLIC_TRAINING,
+        open=allow(ONE_USER), team=_COUNTED_LENGTHS, private=_STEERED_BY_LENGTHS, paranoid=_STEERED_BY_LENGTHS,
     ),
     _row(
         "router",
         _threat(
             "machine-level scheduler", "ET", residue="cache map", where=(_ROUTER,), attack="content-specific routing",
-            mitigation="router sees only blinded lease ids, chooses by capacity; affinity denied by default",
+            mitigation="remembers prompts by prefix keys only, which are seeded by the scope; by capacity alone, without "
+            "affinity, where nobody may steer a request",
         ),
         open=allow(ONE_USER),
-        team=mitigate("the router sees only blinded lease ids"),
-        private=mitigate("the router sees only blinded lease ids and chooses by capacity; affinity is denied by default"),
-        paranoid=mitigate("the router sees no lease ids at all and chooses by capacity; affinity is denied"),
+        team=mitigate("what was sent where is remembered by prefix keys only, which are seeded by the scope"),
+        private=_BY_CAPACITY, paranoid=_BY_CAPACITY,
     ),
     _row(
         "flip",
         _threat(
             "instance flip", "T", attack="turn a captured node into a prefill node",
-            mitigation="flips drawn at random and logged",
+            mitigation="flips drawn by capacity among idle replicas and counted in the log; refused where nobody may steer "
+            "a request",
         ),
         steering=Steering("instance flip", "makes a captured node a prefill node"),
-        open=allow(ONE_USER), team=_RANDOM_FLIP, private=_RANDOM_FLIP, paranoid=_RANDOM_FLIP,
+        open=allow(ONE_USER), team=_DRAWN_FLIP, private=STEERED, paranoid=STEERED,
     ),
     _row(
         "profiling",
@@ -251,10 +286,10 @@ ROWS: tuple[Row, ...] = (
         _threat(
             "context- or datastore-based speculation (REST, Token Recycling, LLMA)", "S",
             residue="tokens of earlier users", where=(_DEVICE, _HOST), attack="data leak, inference",
-            mitigation="state per request only, or a datastore of public text, or differential privacy",
+            mitigation="state per request only, or a datastore of public text",
         ),
         residue=Residue(
-            "datastore speculation", "tokens", (_DEVICE, _HOST), "differential privacy, small model instead",
+            "datastore speculation", "tokens", (_DEVICE, _HOST), "state per request, small model instead",
             leak=True, inference=True,
         ),
         open=allow(ONE_USER), team=_REQUEST_STATE, private=_REQUEST_STATE,
@@ -279,10 +314,10 @@ ROWS: tuple[Row, ...] = (
         _threat(
             "adaptive tuning of the optimisations", "ST", residue="what the tuner learned", where=(_HOST,),
             attack="infers the users' scenario",
-            mitigation="tuned on public or synthetic load only; what leaves the node is counts, reviewed by an allow-list "
-            "in more than one layer",
+            mitigation="tuned by token counts and step times only, never by content; what leaves the node is counts, where "
+            "the profile allows them",
         ),
-        open=allow(ONE_USER), team=_STEP_TIMES, private=_STEP_TIMES, paranoid=_STEP_TIMES,
+        open=allow(ONE_USER), team=_STEP_TIMES_SHOWN, private=_STEP_TIMES_HIDDEN, paranoid=_STEP_TIMES_HIDDEN,
     ),
     _row(
         "system-key",

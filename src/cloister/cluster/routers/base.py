@@ -22,7 +22,10 @@ ROUTER_THREAT = ThreatProfile(
     residue="cache map",
     where=("router",),
     attack="content-specific routing",
-    mitigations=("router sees only blinded lease ids, chooses by capacity; affinity denied by default",),
+    mitigations=(
+        "prompts are remembered by prefix keys only, which are seeded by the scope",
+        "strict profiles: only the one that draws by capacity",
+    ),
 )
 
 
@@ -107,6 +110,12 @@ def leave_out_busy(replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]
     idlest = least_loaded(replicas)
     most = MAX_IMBALANCE * idlest.num_requests / idlest.capacity + SLACK
     return [replica for replica in replicas if replica.num_requests / replica.capacity <= most]
+
+
+def draw_by_capacity(replicas: Sequence[ReplicaSnapshot], draw: random.Random) -> ReplicaSnapshot:
+    """Draws one replica; the probability of each is its share of the capacity."""
+    [chosen] = draw.choices(replicas, [replica.capacity for replica in replicas])
+    return chosen
 
 
 def draw_least(

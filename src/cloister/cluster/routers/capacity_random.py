@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext
+from cloister.cluster.routers.base import ROUTER_THREAT, ROUTERS, Router, RouterContext, draw_by_capacity
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.types.request import Request
 
@@ -20,5 +20,4 @@ class CapacityRandom(Router):
         self._draw = context.draw
 
     def pick(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
-        [chosen] = self._draw.choices(replicas, [replica.capacity for replica in replicas])
-        return chosen.index
+        return draw_by_capacity(replicas, self._draw).index

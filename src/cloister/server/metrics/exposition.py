@@ -80,6 +80,12 @@ class EngineGauges:
             state.add_metric((*label, replica.state), 1)
             role.add_metric((*label, replica.role), 1)
         yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, state, role)
+        actions = CounterMetricFamily(
+            "cloister_replica_actions", "Moves by load, drains, flips and updates of replicas.", labels=("action",)
+        )
+        for action, count in self._engine.action_counts().items():
+            actions.add_metric((action,), count)
+        yield actions
 
     def _lengths(self) -> Iterator[Metric]:
         """Yields how wrong predicted lengths are, where anything predicts them."""
