@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
-from cloister.engine import kv_sockets
+from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.kv_transfer import KVBlocks
@@ -43,7 +43,7 @@ from cloister.types.request import FinishReason, Request, SamplingParams, Sequen
 SECRET = b"s" * 32
 PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth a transfer")
 NUM_HIT = (len(PROMPT) - 1) // 8 * 8
-SETTINGS = ("unix", "tls://127.0.0.1:0", "tls://[::1]:0", "unix,tls://127.0.0.1:0")
+SETTINGS = ("shm", "unix", "tls://127.0.0.1:0", "tls://[::1]:0", "unix,tls://127.0.0.1:0")
 
 
 class Peer:
@@ -374,14 +374,16 @@ def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> 
 
     def speak(sock: socket.socket) -> None:
         deadline_s = time.monotonic() + 20.0
-        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
-        ask = kv_sockets._receive(sock, kv_sockets._ASK, 2**20, deadline_s)
+        kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
+        ask = kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
         sealer = KVSealer(
             KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256")
         )
         found = sealer.seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
-        kv_sockets._send(sock, kv_sockets._Part([change(found)], True), deadline_s)
+        changed = change(found)
+        frame = kv_frames.pack(kv_sockets._Part([kv_sockets._Label(changed.header, changed.mac)], True))
+        kv_frames.StreamPath().send(sock, frame, changed.contents, deadline_s)
 
     return speak
 
@@ -453,7 +455,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     source = make_peer(setting="unix")
     answer(source)
     with connect(source) as sock:
-        hello = kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
+        hello = kv_frames.receive_frame(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
         assert len(hello.nonce) == 32
         sock.sendall(words)
         with contextlib.suppress(OSError):  # the engine was quicker
@@ -472,13 +474,13 @@ def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
     heard: list[Any] = []
 
     def listen(sock: socket.socket) -> None:
-        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
-        heard.append(kv_sockets._receive(sock, kv_sockets._ASK, 2**20, time.monotonic() + 20.0))
+        kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
+        heard.append(kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, time.monotonic() + 20.0))
 
     answer(target, source=Impostor(listen).endpoint)
     with connect(source) as sock:
-        kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
-        kv_sockets._send(sock, heard[0], time.monotonic() + 20.0)
+        kv_frames.receive_frame(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
+        kv_frames.send_frame(sock, heard[0], time.monotonic() + 20.0)
         assert sock.recv(1) == b""
 
 
@@ -598,7 +600,7 @@ def test_a_connection_that_is_cancelled_says_no_word_without_its_keys() -> None:
 
 
 def test_every_transport_says_what_it_endangers() -> None:
-    assert [name for name, _ in KV_TRANSPORTS] == ["unix", "tls"]
+    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls"]
     assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
 
 

@@ -24,8 +24,6 @@ NUM_IDLE: Final = 4
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _READ: Final = b"\x06"
 """Says that one more part was read."""
-_MAX_PIECES: Final = 512
-"""Pieces that one call writes; the system allows 1,024."""
 
 
 class SharedHalves:
@@ -150,21 +148,17 @@ class SharedOutbox:
         _, fds, _, _ = socket.recv_fds(sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
         if not fds:
             raise KVLinkError("an engine asked for KV in shared memory, and sent none")
-        (self._fd,) = fds
         try:
-            seals = fcntl.fcntl(
-                self._fd, fcntl.F_GET_SEALS
-            )  # only memory has any: to write it waits for no disk and nobody else
+            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)  # only memory has any: to write it waits for no disk and nobody else
             if seals & _SEALS != _SEALS:
                 raise KVLinkError("an engine sent memory that can change its length")
-            self._half_bytes = os.fstat(self._fd).st_size // 2
-        except OSError as error:
-            os.close(self._fd)
+            num_bytes = os.fstat(fds[0]).st_size
+            self._map = mmap.mmap(fds[0], num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+        except (OSError, ValueError) as error:
             raise KVLinkError("an engine sent what is no shared memory") from error
-        except BaseException:
-            os.close(self._fd)
-            raise
-        self._num_parts = 0
+        finally:
+            os.close(fds[0])
+        self._half_bytes, self._num_parts = num_bytes // 2, 0
 
     def send(self, sock: socket.socket, frame: bytes, contents: Sequence[bytes], deadline_s: float) -> None:
         num_bytes = sum(map(len, contents))
@@ -173,18 +167,13 @@ class SharedOutbox:
         if num_bytes:
             if self._num_parts >= 2:
                 read_exactly(sock, len(_READ), deadline_s)  # of the part before the last: its half is free
-            self._write(contents, self._num_parts % 2 * self._half_bytes)
+            start = self._num_parts % 2 * self._half_bytes
+            for content in contents:
+                self._map[start : start + len(content)] = content
+                start += len(content)
             self._num_parts += 1
         sock.settimeout(time_left(deadline_s))
         sock.sendall(frame)
 
-    def _write(self, contents: Sequence[bytes], offset: int) -> None:
-        for first in range(0, len(contents), _MAX_PIECES):
-            pieces = contents[first : first + _MAX_PIECES]
-            num_bytes = sum(map(len, pieces))
-            if os.pwritev(self._fd, pieces, offset) != num_bytes:
-                raise KVLinkError("there is not enough memory for a part")
-            offset += num_bytes
-
     def close(self) -> None:
-        os.close(self._fd)
+        self._map.close()

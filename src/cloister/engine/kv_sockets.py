@@ -46,8 +46,9 @@ NUM_PULLS: Final = 8
 """Pulls at once; others wait, and their time runs."""
 NUM_PEERS: Final = 16
 """Engines that are served at once; further ones are sent away."""
-PART_BYTES: Final = 8 * 2**20
-"""KV that is sent at once; at least one entry."""
+PART_BYTES: Final = 2**20
+"""KV that is sent at once; at least one entry. It stays in a processor's cache from its copy at the source to its check here, and
+is little enough that memory for it is at hand."""
 _MAX_QUERY_BYTES: Final = 4 * 2**20
 _OVERHEAD_BYTES: Final = 4096
 
