@@ -73,6 +73,7 @@ class SharedMemories:
     def __init__(self) -> None:
         self._idle: list[tuple[str, SharedHalves]] = []
         self._lock = threading.Lock()
+        self._is_closed = False
 
     def take(self, source: str, half_bytes: int) -> SharedHalves:
         """Returns memory that is zero and that no other source has."""
@@ -87,14 +88,14 @@ class SharedMemories:
         halves.wipe()
         with self._lock:
             self._idle.append((source, halves))
-            oldest = self._idle.pop(0)[1] if len(self._idle) > NUM_IDLE else None
+            oldest = self._idle.pop(0)[1] if len(self._idle) > NUM_IDLE or self._is_closed else None
         if oldest is not None:
             oldest.close()
 
     def close(self) -> None:
-        """Gives back what no pull uses."""
+        """Gives back what no pull uses, and what pulls use when they end."""
         with self._lock:
-            idle, self._idle = self._idle, []
+            idle, self._idle, self._is_closed = self._idle, [], True
         for _, halves in idle:
             halves.close()
 

@@ -47,8 +47,8 @@ NUM_PULLS: Final = 8
 NUM_PEERS: Final = 16
 """Engines that are served at once; further ones are sent away."""
 PART_BYTES: Final = 2**20
-"""KV that is sent at once; at least one entry. It stays in a processor's cache from its copy at the source to its check here, and
-is little enough that memory for it is at hand."""
+"""KV that is sent at once; at least one entry. So much stays in a processor's cache from its copy at the source to its check,
+and needs no new pages of the system."""
 _MAX_QUERY_BYTES: Final = 4 * 2**20
 _OVERHEAD_BYTES: Final = 4096
 
