@@ -105,6 +105,19 @@ _SHM_THREAT: Final = ThreatProfile(
         _AUTHENTICATED,
     ),
 )
+_MOONCAKE_THREAT: Final = ThreatProfile(
+    row="pulling (cache fetched by a node)",
+    threats=_THREATS,
+    residue="ciphertext of KV in memory that everybody reads who reaches Mooncake's ports; its keys are gone with their pulls",
+    where=("host memory",),
+    attack="anybody who reaches a port of Mooncake, which listens on all addresses, reads or writes what it has registered, or"
+    " sends it what its code does not expect",
+    mitigations=(
+        "only what is sealed with AES-256-GCM is registered, under a key for each pull, which passes over a socket on which"
+        " only processes of the same user are heard; what is opened is a copy",
+        _AUTHENTICATED,
+    ),
+)
 _TLS_THREAT: Final = ThreatProfile(
     row="pulling (cache fetched by a node)",
     threats=_THREATS,
@@ -178,6 +191,28 @@ class SharedMemoryTransport(UnixTransport):
 
     def close(self) -> None:
         self._memories.close()
+
+
+class MooncakeTransport(UnixTransport):
+    """A Unix socket over which engines speak, and Mooncake's transfer engine for the contents, sealed.
+
+    Raises:
+        ConfigError: Mooncake is not installed, or does not start.
+    """
+
+    name: ClassVar = "mooncake"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        from cloister.engine import kv_mooncake  # only where it is used: it imports cryptography
+
+        self._module, self._mooncake = kv_mooncake, kv_mooncake.Mooncake()
+
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        return self._module.MooncakeInbox(self._mooncake, part_bytes)
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        return self._module.MooncakeOutbox(self._mooncake, sock, deadline_s)
 
 
 class TlsTransport:
@@ -270,6 +305,7 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
 KV_TRANSPORTS.register("shm", _SHM_THREAT)(SharedMemoryTransport)
 KV_TRANSPORTS.register("unix", _UNIX_THREAT)(UnixTransport)
 KV_TRANSPORTS.register("tls", _TLS_THREAT)(TlsTransport)
+KV_TRANSPORTS.register("mooncake", _MOONCAKE_THREAT)(MooncakeTransport)
 
 
 def parse_places(setting: str) -> list[tuple[str, str]]:

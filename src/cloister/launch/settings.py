@@ -160,6 +160,7 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
 
     policy.check({"kv-transfer": Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
     for name, _ in parse_places(config.kv_transfer):
+        policy.check({"kv-transfer-mooncake": Use(name == "mooncake", "setting `kv_transfer` mooncake")})
         entry = Entry.of(KV_TRANSPORTS, name)
         policy.check_entry(entry.kind, entry.name, entry.threat)
     if lacks_address(config.kv_transfer) != (server.on != LOCAL):

@@ -92,6 +92,7 @@ _UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and 
 _AMONG_ENGINES = mitigate(
     "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
 )
+_OPEN_PORTS = refuse("no port may listen off loopback to others than users and engines, and Mooncake's do")
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope that lives only in the engine's memory; a share for each tenant")
 _SHARED_TIER = mitigate(
     "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
@@ -422,6 +423,20 @@ _FEATURES: Final = (
         private=_UNENCRYPTED,
         paranoid=_UNENCRYPTED,
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
+    ),
+    _feature(
+        "kv-transfer-mooncake",
+        row="disaggregation",
+        setting="kv_transfer mooncake",
+        title="KV between replicas through Mooncake",
+        does="lets Mooncake's transfer engine carry the KV that a replica loads from another one",
+        endangers="Mooncake listens on all addresses of the machine, and asks nobody who they are",
+        part="mooncake",
+        open=mitigate("what it can reach is sealed; keep others from its ports, which are drawn from 10000 up"),
+        team=_OPEN_PORTS,
+        private=_UNENCRYPTED,
+        paranoid=_UNENCRYPTED,
+        instead="set `kv_transfer` to shm, or between machines to tls://HOST:0, if the profile allows that",
     ),
     _feature(
         "kv-tier",
