@@ -93,11 +93,20 @@ class RegisteredHalves:
 class Mooncake:
     """The transfer engine of this process, and the memory that it knows.
 
-    Raises:
-        ConfigError: it is not installed, or does not start.
+    Args:
+        engine: a `mooncake.engine.TransferEngine` that was started.
+        session: what others call it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, engine: Any, session: str) -> None:
+        self.engine, self.session = engine, session
+        self._idle: list[RegisteredHalves] = []
+        self._made: list[RegisteredHalves] = []  # also what nobody uses any more: a late write must find it
+        self._lock = threading.Lock()
+
+    @classmethod
+    def start(cls) -> Mooncake:
+        """Starts it. Raises ConfigError if it is not installed, or does not start."""
         os.environ.setdefault("MC_LOG_LEVEL", "ERROR")  # else it logs addresses of memory
         try:
             from mooncake.engine import TransferEngine
@@ -107,13 +116,10 @@ class Mooncake:
                 f" (Debian: apt install libibverbs1): {error}",
                 param="kv_transfer",
             ) from error
-        self.engine = TransferEngine()
-        if self.engine.initialize(ADDRESS, "P2PHANDSHAKE", "tcp", "") != 0:
+        engine = TransferEngine()
+        if engine.initialize(ADDRESS, "P2PHANDSHAKE", "tcp", "") != 0:
             raise ConfigError("Mooncake's transfer engine does not start; its log says why", param="kv_transfer")
-        self.session = f"{ADDRESS}:{self.engine.get_rpc_port()}"
-        self._idle: list[RegisteredHalves] = []
-        self._num_made = 0
-        self._lock = threading.Lock()
+        return cls(engine, f"{ADDRESS}:{engine.get_rpc_port()}")
 
     def take(self, half_bytes: int) -> RegisteredHalves:
         """Returns memory that nobody uses. Raises OSError if there is none, because writes that were late may still use it."""
@@ -121,10 +127,10 @@ class Mooncake:
             for at, halves in enumerate(self._idle):
                 if halves.half_bytes == half_bytes:
                     return self._idle.pop(at)
-            if self._num_made == NUM_MEMORIES:
+            if len(self._made) == NUM_MEMORIES:
                 raise OSError("transfers that did not end hold all memory that Mooncake may use; the engine computes KV")
-            self._num_made += 1
-        return RegisteredHalves(self.engine, half_bytes)
+            self._made.append(RegisteredHalves(self.engine, half_bytes))
+            return self._made[-1]
 
     def give_back(self, halves: RegisteredHalves) -> None:
         """Takes back memory that no write uses any more."""

@@ -206,7 +206,7 @@ class MooncakeTransport(UnixTransport):
         super().__init__(secret)
         from cloister.engine import kv_mooncake  # only where it is used: it imports cryptography
 
-        self._module, self._mooncake = kv_mooncake, kv_mooncake.Mooncake()
+        self._module, self._mooncake = kv_mooncake, kv_mooncake.Mooncake.start()
 
     def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
         return self._module.MooncakeInbox(self._mooncake, part_bytes)
