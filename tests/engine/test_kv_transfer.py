@@ -639,7 +639,7 @@ def test_a_connection_that_is_cancelled_says_no_word_without_its_keys() -> None:
 
 
 def test_every_transport_says_what_it_endangers() -> None:
-    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls"]
+    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls", "mooncake"]
     assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
 
 
@@ -654,8 +654,8 @@ def test_every_transport_says_what_it_endangers() -> None:
         ("tls:127.0.0.1", "write tls://HOST:0"),
         ("tls://127.0.0.1:99999", "write tls://HOST:0"),
         ("unix,tls://192.0.2.1:0", "cannot listen"),
-        ("tcp://127.0.0.1:0", "choose one of: shm, unix, tls"),
-        ("unix,", "choose one of: shm, unix, tls"),
+        ("tcp://127.0.0.1:0", "choose one of: shm, unix, tls, mooncake"),
+        ("unix,", "choose one of: shm, unix, tls, mooncake"),
     ],
 )
 def test_an_address_that_cannot_be_is_one_error(setting: str, message: str) -> None:
