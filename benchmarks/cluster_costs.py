@@ -121,7 +121,7 @@ async def local_cluster(
         "cache_scopes": 0, "kv_memory_mb": options.kv_memory_mb, "max_model_len": 2 * MAX_LEN,
     }  # fmt: skip
     if layout != MIXED:
-        settings |= {"kv_transfer": "unix", "prefill": 1, "decode": 1}
+        settings |= {"kv_transfer": "shm", "prefill": 1, "decode": 1}
     resolved = resolve_settings(settings)
     cluster = make_engine(resolved.engine.config, resolved.server.config)
     assert isinstance(cluster, ReplicaSet)

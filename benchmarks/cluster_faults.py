@@ -46,7 +46,7 @@ LAYOUTS: Final = {
         "--replicas", "4", "--kv-transfer", "KV", "--prefill", "2", "--decode", "2", "--router", "conductor",
     ),
 }  # fmt: skip
-KV: Final = {"local": "unix", "ray": "unix,tls"}
+KV: Final = {"local": "shm", "ray": "shm,tls"}
 NUM_RAYLETS: Final = 3
 HEAD_AWAY_S: Final = 15.0
 REFUSED_PAUSE_S: Final = 1.0

@@ -1,10 +1,12 @@
 """A prompt that another engine knows: time to the first token with its KV loaded, and computed.
 
-    python -m benchmarks.kv_transfer [--model MODEL] [--tokens N] [--where unix|tls://127.0.0.1:0] [--repeats N]
+    python -m benchmarks.kv_transfer [--model MODEL] [--tokens N] [--where PLACES] [--repeats N]
     python -m benchmarks.kv_transfer --handover [--chunk N]
 
-Two engine processes of one thread. For each repeat both ways are timed in turn, with a new prompt, from `Submit` to the first
-token; the load itself from the engine's own event.
+Two engine processes of one thread, which listen in all places of `--where`, such as "shm,unix,tls://127.0.0.1:0". For each
+repeat a prompt is computed and loaded, from each place in turn and with a new prompt each time: the time from `Submit` to the
+first token, that of the load from the engine's own event, and the processor time of both engines from the request for KV to
+the end of the answer of 8 tokens, in ticks of 10 ms: a mean.
 
 With `--handover` one engine computes the prompt and another one goes on behind the first token, as with `serve --prefill 1
 --decode 1`. For one engine, for KV that is pulled behind the first token, and for KV that is pulled while the prompt is
@@ -185,13 +187,12 @@ async def measure_handover(model: str, num_tokens: int, where: str, repeats: int
 async def measure(model: str, num_tokens: int, where: str, repeats: int, chunk: int | None) -> None:
     """Prints the figures."""
     async with two_engines(model, where, chunk) as (source, target, endpoint, vocab):
-        await measure_loads(model, num_tokens, where, repeats, source, target, endpoint, vocab)
+        await measure_loads(model, num_tokens, repeats, source, target, endpoint, vocab)
 
 
 async def measure_loads(
     model: str,
     num_tokens: int,
-    where: str,
     repeats: int,
     source: TimedEngine,
     target: TimedEngine,
@@ -200,20 +201,28 @@ async def measure_loads(
 ) -> None:
     """Prints the time to the first token, computed and loaded."""
     draw = random.Random(1)
-    computed, loaded = [], []
+    places = endpoint.split(",")
+    computed: list[float] = []
+    loaded: dict[str, list[float]] = {place: [] for place in places}
+    used: dict[str, list[float]] = {place: [] for place in places}
     for number in range(repeats + 1):
-        prompt = [draw.randrange(10, vocab) for _ in range(num_tokens)]
-        computed.append(await source.first_token_s(f"r{number}", prompt))
-        loaded.append(await target.first_token_s(f"r{number}", prompt, endpoint))
-        assert source.tokens[f"r{number}"] == target.tokens[f"r{number}"], "another answer"
-    loads = [event for event in target.events if isinstance(event, KVLoaded)][1:]  # the first one warms up
-    assert all(load.complete for load in loads)
-    load_s = statistics.median(load.elapsed_s for load in loads)
-    print(f"{model}, {num_tokens} tokens, {where}, median of {repeats}")
-    print(f"  first token, computed   {1e3 * statistics.median(computed[1:]):8.1f} ms")
-    print(f"  first token, loaded     {1e3 * statistics.median(loaded[1:]):8.1f} ms")
-    print(f"  load alone              {1e3 * load_s:8.1f} ms for {loads[0].num_bytes / 2**20:.1f} MiB"
-          f" = {loads[0].num_bytes / load_s / 1e9:.2f} GB/s")  # fmt: skip
+        for place in places:
+            name = f"{place} {number}"
+            prompt = [draw.randrange(10, vocab) for _ in range(num_tokens)]
+            computed.append(await source.first_token_s(name, prompt))
+            before_s = processor_s(source, target)
+            loaded[place].append(await target.first_token_s(name, prompt, place))
+            used[place].append(processor_s(source, target) - before_s)
+            assert source.tokens[name] == target.tokens[name], "another answer"
+    print(f"{model}, {num_tokens} tokens, median of {repeats}")
+    print(f"  first token, computed {1e3 * statistics.median(computed[len(places) :]):8.1f} ms")
+    for place in places:
+        loads = [event for event in target.events if isinstance(event, KVLoaded) and event.request_id.startswith(place)][1:]
+        assert all(load.complete for load in loads)
+        load_s, num_bytes = statistics.median(load.elapsed_s for load in loads), loads[0].num_bytes
+        print(f"  {place.partition(':')[0]:10} first token {1e3 * statistics.median(loaded[place][1:]):7.1f} ms, the load alone"
+              f" {1e3 * load_s:7.1f} ms for {num_bytes / 2**20:.1f} MiB = {num_bytes / load_s / 1e9:.2f} GB/s; processor"
+              f" {1e3 * statistics.mean(used[place][1:]):6.1f} ms")  # fmt: skip
 
 
 def main() -> None:
@@ -221,7 +230,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--tokens", type=int, default=1000)
-    parser.add_argument("--where", default="unix")
+    parser.add_argument("--where", default="shm,unix,tls://127.0.0.1:0")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--handover", action="store_true")
     parser.add_argument("--chunk", type=int)

@@ -232,7 +232,7 @@ async def running(options: argparse.Namespace, **settings: object) -> AsyncItera
     """Runs replicas of one thread each."""
     given = {"model": options.model, "num_threads": 1, "block_size": 16, "on": options.on, **settings}
     if options.kv_transfer != "":
-        given["kv_transfer"] = options.kv_transfer or ("unix" if options.on == "local" else "unix,tls")
+        given["kv_transfer"] = options.kv_transfer or ("shm" if options.on == "local" else "shm,tls")
     resolved = resolve_settings(given)
     cluster = make_engine(resolved.engine.config, resolved.server.config)
     assert isinstance(cluster, ReplicaSet)
@@ -313,7 +313,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--on", default="local", choices=("local", "ray"))
-    parser.add_argument("--kv-transfer", help="empty: tokens only; without it unix, and on Ray unix,tls")
+    parser.add_argument("--kv-transfer", help="empty: tokens only; without it shm, and on Ray shm,tls")
     parser.add_argument("--migrations", type=int, default=100)
     parser.add_argument("--movers", type=int, default=1, help="migrations at once")
     parser.add_argument("--requests", type=int, default=48)

@@ -65,7 +65,7 @@ def test_the_best_placement_is_a_command_that_can_be_run() -> None:
     assert ReplicaPlacement(PROFILE, ("mixed",)).flags("least_load") == "--replicas 1 --num-threads 1"
     assert ReplicaPlacement(PROFILE, ("mixed", "mixed")).flags("conductor") == "--replicas 2 --num-threads 1 --router conductor"
     split = ReplicaPlacement(PROFILE, ("prefill", "decode", "decode"))
-    flags = "--replicas 3 --num-threads 1 --prefill 1 --decode 2 --kv-transfer unix --router least_load"
+    flags = "--replicas 3 --num-threads 1 --prefill 1 --decode 2 --kv-transfer shm --router least_load"
     assert split.flags("least_load") == flags
 
 

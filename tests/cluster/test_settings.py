@@ -85,20 +85,20 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"rebalance": True}, "set replicas to 2 or more"),
         ({"prefill": 1, "decode": 1}, "set replicas to 2 or more"),
         ({"replicas": 2, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
-        ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to unix"),
+        ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to shm"),
         ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
         ({"max_ttft_s": 1.0}, "set router to conductor, and replicas to 2 or more"),
         ({"replicas": 2, "kv_transfer": "tls://127.0.0.1:9560"}, "set kv_transfer to tls://HOST:0"),
         ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
-        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: unix, tls"),
+        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: shm, unix, tls, mooncake"),
         ({"replicas": 2, "kv_transfer": "tls:somewhere"}, "write tls://HOST:0"),
-        ({"replicas": 2, "kv_transfer": "unix,tls"}, "no address to listen on; set it to unix, or tls://HOST:0"),
+        ({"replicas": 2, "kv_transfer": "unix,tls"}, "no address to listen on; set it to shm, or tls://HOST:0"),
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
-        ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to unix,tls"),
-        ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to unix,tls"),
-        ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "computed twice; set kv_transfer to unix,tls"),
+        ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to shm,tls"),
+        ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to shm,tls"),
+        ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "computed twice; set kv_transfer to shm,tls"),
         ({"on": "ray", "replicas": 2, "prefill": 2, "kv_transfer": "unix,tls"}, "no replica is left to decode"),
         ({"on": "slurm"}, "on must be one of"),
         ({"on": "ray", "idle_timeout_s": 5.0}, "leave idle_timeout_s out, or on ray"),
@@ -114,7 +114,7 @@ def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object
         resolve_settings(flags)
 
 
-@pytest.mark.parametrize("where", ["unix", "tls://192.0.2.1:0"])
+@pytest.mark.parametrize("where", ["shm", "unix", "tls://192.0.2.1:0", "shm,tls://192.0.2.1:0"])
 def test_kv_moves_between_replicas_in_all_but_strict_profiles(where: str) -> None:
     for profile in ("open", "team"):
         settings = resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
@@ -122,6 +122,23 @@ def test_kv_moves_between_replicas_in_all_but_strict_profiles(where: str) -> Non
     for profile in ("private", "paranoid"):
         with pytest.raises(PolicyError, match="encrypted between attested peers"):
             resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
+
+
+@pytest.mark.parametrize("where", ["mooncake", "shm,mooncake"])
+def test_only_one_user_may_have_kv_pass_through_ports_that_ask_nobody_who_they_are(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = {"replicas": 2, "kv_transfer": where}
+    for profile in ("team", "private", "paranoid"):
+        with pytest.raises(
+            PolicyError, match="no port may listen" if profile == "team" else "encrypted between attested peers"
+        ):
+            resolve_settings({**flags, "profile": profile})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"pip install 'cloister\[mooncake\]'; or set it to shm"):
+        resolve_settings({**flags, "profile": "open"})
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: name)
+    assert resolve_settings({**flags, "profile": "open"}).engine.config.kv_transfer == where
 
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
@@ -187,8 +204,8 @@ def test_several_models_are_not_placed(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("ray_is_installed")
 def test_replicas_that_ray_places_have_roles_and_each_listens_on_the_address_of_its_machine() -> None:
-    flags = {"on": "ray", "ray_address": "x:1", "replicas": 2, "prefill": 1, "decode": 1, "kv_transfer": "unix,tls"}
+    flags = {"on": "ray", "ray_address": "x:1", "replicas": 2, "prefill": 1, "decode": 1, "kv_transfer": "shm,tls"}
     for profile in ("open", "team"):
         resolved = resolve_settings({**flags, "profile": profile})
-        assert resolved.engine.config.kv_transfer == "unix,tls"
+        assert resolved.engine.config.kv_transfer == "shm,tls"
         assert (resolved.server.config.prefill, resolved.server.config.decode) == (1, 1)

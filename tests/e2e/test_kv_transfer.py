@@ -108,7 +108,7 @@ async def move_prompt(source: RunningEngine, target: RunningEngine) -> int:
     return attempt
 
 
-@pytest.mark.parametrize("setting", ["unix", pytest.param("tls://127.0.0.1:0", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("setting", ["shm", "unix", pytest.param("tls://127.0.0.1:0", marks=pytest.mark.slow)])
 def test_a_prompt_of_a_thousand_tokens_moves_from_one_process_to_another(setting: str) -> None:
     async def run() -> None:
         async with engines(setting, setting) as (source, target):
@@ -149,11 +149,21 @@ def test_forks_of_one_template_load_kv_from_each_other_through_sockets_of_their_
     asyncio.run(run())
 
 
-def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -> None:
+def memories_of(pid: int | None) -> list[str]:
+    """The memory without a name that a process has."""
+    links = []
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            links.append(os.readlink(link))
+    return [name for name in links if "cloister-kv-pull" in name]
+
+
+@pytest.mark.parametrize("setting", ["shm", pytest.param("unix", marks=pytest.mark.slow)])
+def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill(setting: str) -> None:
     """It is stopped before it has copied anything, and killed while the target waits for the rest."""
 
     async def run() -> None:
-        async with engines("unix", "unix") as (source, target):
+        async with engines(setting, setting) as (source, target):
             expected = await source.answer("first")
             process: Any = source.transport._process
             process.send_signal(19)  # SIGSTOP: the kernel accepts its connections, and nothing answers
@@ -166,6 +176,7 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill() -
             (loaded,) = target.find(KVLoaded)
             assert not loaded.complete
             assert target.find(Scheduled)[0].num_cached_tokens < NUM_HIT
+            await wait_until(lambda: not memories_of(target.transport.pid))
             target.transport.send(Shutdown(5.0))
 
     asyncio.run(run())

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
-from cloister.engine import kv_sockets
+from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.kv_transfer import KVBlocks
@@ -43,7 +43,7 @@ from cloister.types.request import FinishReason, Request, SamplingParams, Sequen
 SECRET = b"s" * 32
 PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth a transfer")
 NUM_HIT = (len(PROMPT) - 1) // 8 * 8
-SETTINGS = ("unix", "tls://127.0.0.1:0", "tls://[::1]:0", "unix,tls://127.0.0.1:0")
+SETTINGS = ("shm", "unix", "tls://127.0.0.1:0", "tls://[::1]:0", "unix,tls://127.0.0.1:0")
 
 
 class Peer:
@@ -351,9 +351,12 @@ def test_a_source_with_another_secret_neither_gives_nor_is_believed(make_peer: C
 class Impostor:
     """Listens as an engine does, with its key, and says what it is told."""
 
-    def __init__(self, speak: Callable[[socket.socket], None], secret: bytes = SECRET) -> None:
-        self._transport = KV_TRANSPORTS.get("tls")(secret)
-        self._sock, self.endpoint = self._transport.listen("//127.0.0.1:0")
+    def __init__(
+        self, speak: Callable[[socket.socket], None], secret: bytes = SECRET, setting: str = "tls://127.0.0.1:0"
+    ) -> None:
+        ((name, where),) = parse_places(setting)
+        self._transport = KV_TRANSPORTS.get(name)(secret)
+        self._sock, self.endpoint = self._transport.listen(where)
         self._speak = speak
         threading.Thread(target=self._run, daemon=True).start()
 
@@ -369,19 +372,27 @@ def connect(peer: Peer, secret: bytes = SECRET) -> socket.socket:
     return KV_TRANSPORTS.get(name)(secret).connect(where, 20.0)
 
 
-def forge(change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET) -> Callable[[socket.socket], None]:
+def make_sealer(secret: bytes) -> KVSealer:
+    """Returns what engines with a secret seal objects with."""
+    return KVSealer(KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256"))
+
+
+def forge(
+    change: Callable[[KVObject], KVObject], *, secret: bytes = SECRET, setting: str = "tls"
+) -> Callable[[socket.socket], None]:
     """Answers any query with one object, which is changed."""
 
     def speak(sock: socket.socket) -> None:
         deadline_s = time.monotonic() + 20.0
-        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
-        ask = kv_sockets._receive(sock, kv_sockets._ASK, 2**20, deadline_s)
+        kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
+        ask = kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
-        sealer = KVSealer(
-            KVFormat(EngineShape().fingerprint, 8, "one group", (128,)), hmac.digest(secret, b"objects", "sha256")
-        )
-        found = sealer.seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
-        kv_sockets._send(sock, kv_sockets._Part([change(found)], True), deadline_s)
+        found = make_sealer(secret).seal(query.root, query.keys[0], 0, (b"\x07" * 128,))
+        changed = change(found)
+        frame = kv_frames.pack(kv_sockets._Part([kv_sockets._Label(changed.header, changed.mac)], True))
+        outbox = KV_TRANSPORTS.get(setting)(secret).open_outbox(sock, deadline_s)
+        with contextlib.closing(outbox):
+            outbox.send(sock, frame, changed.contents, deadline_s)
 
     return speak
 
@@ -407,10 +418,40 @@ def test_a_source_that_lies_costs_a_prefill(make_peer: Callable[..., Peer], lie:
     target.check_empty()
 
 
-def test_a_genuine_object_would_have_been_taken(make_peer: Callable[..., Peer]) -> None:
+@pytest.mark.parametrize(
+    "lie", ["changed contents", "an object without a MAC", "more than there is room for", "half a message"]
+)
+def test_a_source_that_lies_in_shared_memory_costs_a_prefill(make_peer: Callable[..., Peer], lie: str) -> None:
+    lies = {
+        "changed contents": forge(lambda found: msgspec.structs.replace(found, contents=(b"\x08" * 128,)), setting="shm"),
+        "an object without a MAC": forge(lambda found: msgspec.structs.replace(found, mac=b""), setting="shm"),
+        "more than there is room for": claim_many,
+        "half a message": LIES["half a message"],
+    }
+    alone, target = make_peer(), make_peer()
+    expected = answer(alone)
+    assert answer(target, source=Impostor(lies[lie], setting="shm").endpoint) == expected
+    assert not target.find(KVLoaded)[0].complete
+    target.check_empty()
+    assert not target.links._transport("shm")._memories._idle, "the source may still write it"
+
+
+def claim_many(sock: socket.socket) -> None:
+    """Says that much more has been written than one part has."""
+    deadline_s = time.monotonic() + 20.0
+    kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
+    query = msgspec.msgpack.decode(kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, deadline_s).query, type=KVQuery)
+    header = msgspec.structs.replace(make_sealer(SECRET).seal(query.root, query.keys[0], 0, (b"",)).header, sizes=(128,))
+    labels = [kv_sockets._Label(header, b"")] * (2**20 // 128 + 1)
+    sock.sendall(kv_frames.pack(kv_sockets._Part(labels)))
+
+
+@pytest.mark.parametrize("setting", ["tls://127.0.0.1:0", "shm", "unix"])
+def test_a_genuine_object_would_have_been_taken(make_peer: Callable[..., Peer], setting: str) -> None:
     """So the lies above fail for what they are."""
     target = make_peer()
-    target.core.input_queue.put(Submit(make_request(), kv_source=KVSource(Impostor(forge(lambda found: found)).endpoint)))
+    source = Impostor(forge(lambda found: found, setting=setting.partition(":")[0]), setting=setting)
+    target.core.input_queue.put(Submit(make_request(), kv_source=KVSource(source.endpoint)))
     run_until(lambda: bool(target.find(KVLoaded)), target)
     assert target.find(KVLoaded)[0].num_tokens == 8
 
@@ -453,7 +494,7 @@ def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     source = make_peer(setting="unix")
     answer(source)
     with connect(source) as sock:
-        hello = kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
+        hello = kv_frames.receive_frame(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
         assert len(hello.nonce) == 32
         sock.sendall(words)
         with contextlib.suppress(OSError):  # the engine was quicker
@@ -472,13 +513,13 @@ def test_a_query_cannot_be_repeated(make_peer: Callable[..., Peer]) -> None:
     heard: list[Any] = []
 
     def listen(sock: socket.socket) -> None:
-        kv_sockets._send(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
-        heard.append(kv_sockets._receive(sock, kv_sockets._ASK, 2**20, time.monotonic() + 20.0))
+        kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), time.monotonic() + 20.0)
+        heard.append(kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, time.monotonic() + 20.0))
 
     answer(target, source=Impostor(listen).endpoint)
     with connect(source) as sock:
-        kv_sockets._receive(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
-        kv_sockets._send(sock, heard[0], time.monotonic() + 20.0)
+        kv_frames.receive_frame(sock, kv_sockets._HELLO, 4096, time.monotonic() + 20.0)
+        kv_frames.send_frame(sock, heard[0], time.monotonic() + 20.0)
         assert sock.recv(1) == b""
 
 
@@ -598,7 +639,7 @@ def test_a_connection_that_is_cancelled_says_no_word_without_its_keys() -> None:
 
 
 def test_every_transport_says_what_it_endangers() -> None:
-    assert [name for name, _ in KV_TRANSPORTS] == ["unix", "tls"]
+    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls", "mooncake"]
     assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
 
 
@@ -606,14 +647,15 @@ def test_every_transport_says_what_it_endangers() -> None:
     ("setting", "message"),
     [
         ("unix:name", "takes no address"),
+        ("shm:/dev/shm", "shm takes no address"),
         ("tls", "write tls://HOST:0"),
         ("tls://0.0.0.0:9", "names no address"),
         ("tls://[::]:9", "names no address"),
         ("tls:127.0.0.1", "write tls://HOST:0"),
         ("tls://127.0.0.1:99999", "write tls://HOST:0"),
         ("unix,tls://192.0.2.1:0", "cannot listen"),
-        ("tcp://127.0.0.1:0", "choose one of: unix, tls"),
-        ("unix,", "choose one of: unix, tls"),
+        ("tcp://127.0.0.1:0", "choose one of: shm, unix, tls, mooncake"),
+        ("unix,", "choose one of: shm, unix, tls, mooncake"),
     ],
 )
 def test_an_address_that_cannot_be_is_one_error(setting: str, message: str) -> None:

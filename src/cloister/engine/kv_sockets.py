@@ -2,9 +2,8 @@
 
 A connection is for one pull. The server says a number that was never said before; the asker sends its query, authenticated
 together with that number, so that no query can be repeated; then parts of objects come, each of which is authenticated itself.
-A peer that is late, leaves, or says anything else ends its connection and nothing more.
-
-A frame is four bytes of length, big-endian, and that many bytes of one message in msgpack.
+A peer that is late, leaves, or says anything else ends its connection and nothing more. What frames look like, and how contents
+pass, is in `engine.kv_frames`.
 """
 
 from __future__ import annotations
@@ -14,20 +13,30 @@ import hmac
 import logging
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Final, TypeVar
+from typing import Final
 
 import msgspec
 
+from cloister.engine.kv_frames import (
+    KVInbox,
+    KVLinkError,
+    KVOutbox,
+    KVPeerGoneError,
+    pack,
+    receive_frame,
+    send_frame,
+    time_left,
+)
 from cloister.engine.kv_transfer import EntryContents, KVDemand, KVOffer, PulledKV
 from cloister.engine.kv_transports import KV_TRANSPORTS, KVTransport, parse_places
-from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
+from cloister.kv import KVFormat, KVQuery, KVSealer
+from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.scheduler.kv_exports import KVEntry
 from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
 from cloister.types.errors import CloisterError, ConfigError
@@ -37,22 +46,13 @@ NUM_PULLS: Final = 8
 """Pulls at once; others wait, and their time runs."""
 NUM_PEERS: Final = 16
 """Engines that are served at once; further ones are sent away."""
+PART_BYTES: Final = 2**20
+"""KV that is sent at once; at least one entry. So much stays in a processor's cache from its copy at the source to its check,
+and needs no new pages of the system."""
 _MAX_QUERY_BYTES: Final = 4 * 2**20
 _OVERHEAD_BYTES: Final = 4096
-_LENGTH: Final = struct.Struct(">I")
-_M = TypeVar("_M")
 
 _logger = logging.getLogger(__name__)
-
-
-class KVLinkError(CloisterError):
-    """A peer said something that no engine says, or not in time."""
-
-    code = "kv_link_error"
-
-
-class KVPeerGoneError(KVLinkError):
-    """The other side of a connection has ended it."""
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -64,8 +64,17 @@ class _Ask(msgspec.Struct, frozen=True, array_like=True):
     mac: bytes
 
 
+class _Label(msgspec.Struct, frozen=True, array_like=True):
+    """An object without its contents."""
+
+    header: KVHeader
+    mac: bytes
+
+
 class _Part(msgspec.Struct, frozen=True, array_like=True):
-    objects: list[KVObject]
+    """Objects whose contents follow, one behind the other."""
+
+    labels: list[_Label]
     is_complete: bool | None = None
 
 
@@ -84,7 +93,7 @@ class _Pull:
         self.deadline_s = time.monotonic() + timeout_s
         self.sock: socket.socket | None = None
         self.is_cancelled = False
-        self.objects: list[KVObject] = []
+        self.objects: list[RestoredEntry] = []
         self.is_complete: bool | None = None
 
     @property
@@ -124,7 +133,7 @@ class KVSocketLinks:
     """Serves other engines, and pulls from them.
 
     Args:
-        setting: where it listens, such as "unix" or "unix,tls://127.0.0.1:0" (`engine.kv_transports`).
+        setting: where it listens, such as "shm" or "shm,tls://127.0.0.1:0" (`engine.kv_transports`).
         form: the format of this engine's KV.
         secret: what all engines of one front know, and nobody else.
 
@@ -139,8 +148,8 @@ class KVSocketLinks:
         self.endpoint = ",".join(self._listen(name, where) for name, where in parse_places(setting))
         self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
         self._ask_key = hmac.digest(secret, b"queries", "sha256")
-        self._num_at_once = max(1, MAX_STEP_BYTES // sum(form.sizes))
-        self._max_part_bytes = 2 * MAX_STEP_BYTES + sum(form.sizes) + _OVERHEAD_BYTES
+        self._num_at_once = max(1, min(PART_BYTES, MAX_STEP_BYTES) // sum(form.sizes))
+        self._part_bytes = self._num_at_once * sum(form.sizes)
         self._changed = threading.Condition()
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[str, _Pull] = {}
@@ -223,6 +232,8 @@ class KVSocketLinks:
         for listener in self._listeners:
             listener.close()
         self._pullers.shutdown(wait=False, cancel_futures=True)
+        for transport in self._transports.values():
+            transport.close()
 
     # Pulling
 
@@ -240,40 +251,62 @@ class KVSocketLinks:
 
     def _receive(self, pull: _Pull) -> bool:
         """Receives all parts of a pull; returns whether the other engine has sent all it had."""
-        with self._connect(pull) as sock:
+        sock, transport, where = self._connect(pull)
+        with sock:
             with self._changed:
                 pull.sock = sock
                 if pull.is_cancelled:
                     return False
-            hello = _receive(sock, _HELLO, _OVERHEAD_BYTES, pull.deadline_s)
+            hello = receive_frame(sock, _HELLO, _OVERHEAD_BYTES, pull.deadline_s)
             query = msgspec.msgpack.encode(pull.query)
-            _send(sock, _Ask(query, self._authenticate(hello, query)), pull.deadline_s)
-            while True:
-                part = _receive(sock, _PART, self._max_part_bytes, pull.deadline_s)
-                for found in part.objects:
-                    if not self._sealer.is_genuine(found, pull.query.root, pull.query.keys):
-                        raise KVLinkError("another engine sent KV that is not what was asked for")
-                pull.note_part()
-                self._hand_in(pull, part.objects)
-                if part.is_complete is not None:
-                    return part.is_complete
+            send_frame(sock, _Ask(query, self._authenticate(hello, query)), pull.deadline_s)
+            inbox, is_complete = transport.open_inbox(where, self._part_bytes), None
+            try:
+                inbox.invite(sock, pull.deadline_s)
+                while is_complete is None:
+                    is_complete = self._receive_part(pull, sock, inbox)
+            finally:
+                inbox.close(is_whole=is_complete is not None)
+            return is_complete
 
-    def _connect(self, pull: _Pull) -> socket.socket:
+    def _receive_part(self, pull: _Pull, sock: socket.socket, inbox: KVInbox) -> bool | None:
+        """Receives a part; returns what it says of the end."""
+        part = receive_frame(sock, _PART, self._part_bytes + _OVERHEAD_BYTES, pull.deadline_s)
+        if not all(self._sealer.is_wanted(label.header, pull.query.root, pull.query.keys) for label in part.labels):
+            raise KVLinkError("another engine sent KV that is not what was asked for")
+        sizes = [size for label in part.labels for size in label.header.sizes]
+        if sum(sizes) > self._part_bytes:
+            raise KVLinkError(f"a part of {sum(sizes)} bytes is over the limit of {self._part_bytes}")
+        contents = inbox.receive(sock, sum(sizes), pull.deadline_s) if any(sizes) else memoryview(b"")
+        pieces = iter(_cut(contents, sizes))
+        objects = [RestoredEntry(label.header, tuple(next(pieces) for _ in label.header.sizes)) for label in part.labels]
+        for found, label in zip(objects, part.labels, strict=True):
+            if not self._sealer.is_authentic(found.header, found.contents, label.mac):
+                raise KVLinkError("another engine sent KV that no engine of this front has made")
+        pull.note_part()
+        self._hand_in(pull, objects)
+        return part.is_complete
+
+    def _connect(self, pull: _Pull) -> tuple[socket.socket, KVTransport, str]:
         """Connects to the first place that can be reached of those where the other engine listens."""
-        *firsts, (last, last_where) = parse_places(pull.endpoint)
+        *firsts, last = parse_places(pull.endpoint)
         for name, where in firsts:
             with contextlib.suppress(OSError):
-                return self._transport(name).connect(where, _time_left(pull.deadline_s))
-        return self._transport(last).connect(last_where, _time_left(pull.deadline_s))
+                return self._connect_to(name, where, pull)
+        return self._connect_to(*last, pull)
 
-    def _hand_in(self, pull: _Pull, objects: list[KVObject]) -> None:
+    def _connect_to(self, name: str, where: str, pull: _Pull) -> tuple[socket.socket, KVTransport, str]:
+        transport = self._transport(name)
+        return transport.connect(where, time_left(pull.deadline_s)), transport, where
+
+    def _hand_in(self, pull: _Pull, objects: list[RestoredEntry]) -> None:
         """Leaves objects for the engine, and waits while it has not taken those before them."""
         with self._changed:
             pull.objects += objects
         self._wake()
         with self._changed:
             while pull.num_bytes >= MAX_STEP_BYTES and not pull.is_cancelled:
-                self._changed.wait(_time_left(pull.deadline_s))
+                self._changed.wait(time_left(pull.deadline_s))
 
     # Serving
 
@@ -303,7 +336,8 @@ class KVSocketLinks:
             if (welcome := self._welcome(peer, sock, transport, deadline_s)) is not None:
                 with welcome:
                     if (query := self._greet(welcome, deadline_s)) is not None:
-                        is_sent = self._serve(peer, query, welcome, deadline_s)
+                        with contextlib.closing(transport.open_outbox(welcome, deadline_s)) as outbox:
+                            is_sent = self._serve(peer, query, welcome, outbox, deadline_s)
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
             if not self._is_closed:
                 _logger.log(_level_of(error), "KV was not sent whole to another engine: %s", describe(error))
@@ -317,7 +351,7 @@ class KVSocketLinks:
     def _welcome(self, peer: int, sock: socket.socket, transport: KVTransport, deadline_s: float) -> socket.socket | None:
         """Returns a peer's connection once its transport knows it; None if it is a stranger's, which anybody can open."""
         try:
-            known = transport.accept(sock, _time_left(deadline_s))
+            known = transport.accept(sock, time_left(deadline_s))
         except OSError as error:
             _logger.debug("a stranger connected for KV: %s", describe(error))
             return None
@@ -337,13 +371,13 @@ class KVSocketLinks:
 
     def _receive_query(self, sock: socket.socket, deadline_s: float) -> KVQuery:
         hello = _Hello(secrets.token_bytes(32))
-        _send(sock, hello, deadline_s)
-        ask = _receive(sock, _ASK, _MAX_QUERY_BYTES, deadline_s)
+        send_frame(sock, hello, deadline_s)
+        ask = receive_frame(sock, _ASK, _MAX_QUERY_BYTES, deadline_s)
         if not hmac.compare_digest(ask.mac, self._authenticate(hello, ask.query)):
             raise KVLinkError("a peer that does not know the engines' secret asked for KV")
         return _QUERY.decode(ask.query)
 
-    def _serve(self, peer: int, query: KVQuery, sock: socket.socket, deadline_s: float) -> bool:
+    def _serve(self, peer: int, query: KVQuery, sock: socket.socket, outbox: KVOutbox, deadline_s: float) -> bool:
         """Sends what a peer asks for; returns whether it got all."""
         self._put(KVDemand(peer, query))
         while True:
@@ -353,7 +387,9 @@ class KVSocketLinks:
             found = offer.read(offer.entries) if offer.entries else []
             objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ()]
             is_complete = offer.is_complete if found is not None else False
-            _send(sock, _Part(objects, is_complete), deadline_s)
+            labels = [_Label(sealed.header, sealed.mac) for sealed in objects]
+            contents = [content for sealed in objects for content in sealed.contents if content]
+            outbox.send(sock, pack(_Part(labels, is_complete)), contents, deadline_s)
             if is_complete is not None:
                 return is_complete
 
@@ -368,11 +404,19 @@ class KVSocketLinks:
             while (offered := self._offers.get(peer)) is None or not offered.is_waiting:
                 if self._is_closed:
                     raise KVLinkError("the engine ends")
-                self._changed.wait(_time_left(deadline_s))
+                self._changed.wait(time_left(deadline_s))
             return offered.take(self._num_at_once)
 
     def _authenticate(self, hello: _Hello, query: bytes) -> bytes:
         return hmac.digest(self._ask_key, hello.nonce + query, "sha256")
+
+
+def _cut(contents: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
+    """Yields pieces of these sizes, one behind the other."""
+    start = 0
+    for size in sizes:
+        yield contents[start : start + size]
+        start += size
 
 
 def _level_of(error: Exception) -> int:
@@ -380,41 +424,6 @@ def _level_of(error: Exception) -> int:
     front says."""
     has_left = isinstance(error, KVPeerGoneError) or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
     return logging.DEBUG if has_left else logging.WARNING
-
-
-def _time_left(deadline_s: float) -> float:
-    """Raises TimeoutError if there is none."""
-    left_s = deadline_s - time.monotonic()
-    if left_s <= 0:
-        raise TimeoutError("it took too long")
-    return left_s
-
-
-def _send(sock: socket.socket, message: msgspec.Struct, deadline_s: float) -> None:
-    payload = msgspec.msgpack.encode(message)
-    sock.settimeout(_time_left(deadline_s))
-    sock.sendall(_LENGTH.pack(len(payload)))
-    sock.sendall(payload)
-
-
-def _receive(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_M], max_bytes: int, deadline_s: float) -> _M:
-    """Receives one message. Raises KVLinkError if it is too long, or the peer leaves."""
-    (size,) = _LENGTH.unpack(_read(sock, _LENGTH.size, deadline_s))
-    if size > max_bytes:
-        raise KVLinkError(f"a message of {size} bytes is over the limit of {max_bytes}")
-    return decoder.decode(_read(sock, size, deadline_s))
-
-
-def _read(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
-    buffer = bytearray(num_bytes)
-    view, filled = memoryview(buffer), 0
-    while filled < num_bytes:
-        sock.settimeout(_time_left(deadline_s))
-        got = sock.recv_into(view[filled:])
-        if not got:
-            raise KVPeerGoneError("the peer has left")
-        filled += got
-    return buffer
 
 
 def _shut(sock: socket.socket | None) -> None:

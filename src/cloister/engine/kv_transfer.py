@@ -14,6 +14,7 @@ from typing import Protocol
 
 from cloister.backends.kv_planes import KVPlane
 from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery
+from cloister.kv.objects import RestoredEntry
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_exports import KVEntry
 from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S, MAX_STEP_BYTES
@@ -30,7 +31,7 @@ class PulledKV:
     """
 
     request_id: str
-    objects: list[KVObject]
+    objects: Sequence[KVObject | RestoredEntry]
     is_complete: bool | None = None
 
 

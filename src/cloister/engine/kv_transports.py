@@ -1,6 +1,7 @@
-"""Where engines listen for each other: a Unix socket on one machine, mutual TLS between machines.
+"""Where engines listen for each other, and how KV passes: through shared memory or a Unix socket on one machine, over mutual
+TLS between machines.
 
-A setting names one transport or several, as "unix,tls://HOST:0" does, and so does an endpoint; who connects takes the first one
+A setting names one transport or several, as "shm,tls://HOST:0" does, and so does an endpoint; who connects takes the first one
 that it reaches. A name of a Unix socket is drawn, so on another machine nothing listens there, which is known at once.
 """
 
@@ -13,8 +14,10 @@ import socket
 import struct
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
+from cloister.engine.kv_frames import KVInbox, KVOutbox, StreamPath
+from cloister.engine.kv_shared_memory import SharedInbox, SharedMemories, SharedOutbox
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
@@ -55,6 +58,27 @@ class KVTransport(Protocol):
         long to say who it is."""
         ...
 
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        """Returns where the contents of one pull arrive.
+
+        Args:
+            where: as of `connect`.
+            part_bytes: contents of a part at most.
+
+        Raises:
+            OSError: there is no memory for it.
+        """
+        ...
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        """Returns where to put what an engine asked for. Raises KVLinkError or OSError if that engine does not say where, or
+        not in time."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what it keeps between connections."""
+        ...
+
 
 KV_TRANSPORTS: Registry[Callable[[bytes], KVTransport]] = Registry("transport of KV")
 """They take what all engines of one front know, and nobody else."""
@@ -67,6 +91,32 @@ _UNIX_THREAT: Final = ThreatProfile(
     where=("host memory",),
     attack="another process of this machine asks for KV, or offers some",
     mitigations=("only processes of the same user are heard", _AUTHENTICATED),
+)
+_SHM_THREAT: Final = ThreatProfile(
+    row="pulling (cache fetched by a node)",
+    threats=_THREATS,
+    residue="KV in memory of the engine that asks and its source, until the pull ends",
+    where=("host memory",),
+    attack="another process of this machine asks for KV, or offers some, or changes it while it is read",
+    mitigations=(
+        "the memory has no name, and only the two engines get it, over a socket on which only processes of the same user are"
+        " heard; it is wiped, and used again for the same source only",
+        "what is checked and used is a copy that the source cannot change",
+        _AUTHENTICATED,
+    ),
+)
+_MOONCAKE_THREAT: Final = ThreatProfile(
+    row="pulling (cache fetched by a node)",
+    threats=_THREATS,
+    residue="ciphertext of KV in memory that everybody reads who reaches Mooncake's ports; its keys are gone with their pulls",
+    where=("host memory",),
+    attack="anybody who reaches a port of Mooncake, which listens on all addresses, reads or writes what it has registered, or"
+    " sends it what its code does not expect",
+    mitigations=(
+        "only what is sealed with AES-256-GCM is registered, under a key for each pull, which passes over a socket on which"
+        " only processes of the same user are heard; what is opened is a copy",
+        _AUTHENTICATED,
+    ),
 )
 _TLS_THREAT: Final = ThreatProfile(
     row="pulling (cache fetched by a node)",
@@ -85,17 +135,21 @@ class UnixTransport:
         secret: as of every transport; who may speak is decided by the user here.
     """
 
+    name: ClassVar = "unix"
+
     def __init__(self, secret: bytes) -> None:
         pass
 
     def listen(self, where: str) -> tuple[socket.socket, str]:
         if where:
-            raise ConfigError("kv_transfer unix takes no address; engines choose names of their own", param="kv_transfer")
+            raise ConfigError(
+                f"kv_transfer {self.name} takes no address; engines choose names of their own", param="kv_transfer"
+            )
         name = f"cloister-kv-{secrets.token_hex(16)}"
         sock = socket.socket(socket.AF_UNIX)
         sock.bind(f"\0{name}")
         sock.listen(_BACKLOG)
-        return sock, f"unix:{name}"
+        return sock, f"{self.name}:{name}"
 
     def connect(self, where: str, timeout_s: float) -> socket.socket:
         sock = socket.socket(socket.AF_UNIX)
@@ -109,6 +163,56 @@ class UnixTransport:
         with _closed_on_failure(sock):
             _check_user(sock)
         return sock
+
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        return StreamPath()
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        return StreamPath()
+
+    def close(self) -> None:
+        """It keeps nothing."""
+
+
+class SharedMemoryTransport(UnixTransport):
+    """A Unix socket over which engines speak, and memory that they share for the contents."""
+
+    name: ClassVar = "shm"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        self._memories = SharedMemories()
+
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        return SharedInbox(self._memories, where, part_bytes)
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        return SharedOutbox(sock, deadline_s)
+
+    def close(self) -> None:
+        self._memories.close()
+
+
+class MooncakeTransport(UnixTransport):
+    """A Unix socket over which engines speak, and Mooncake's transfer engine for the contents, sealed.
+
+    Raises:
+        ConfigError: Mooncake is not installed, or does not start.
+    """
+
+    name: ClassVar = "mooncake"
+
+    def __init__(self, secret: bytes) -> None:
+        super().__init__(secret)
+        from cloister.engine import kv_mooncake  # only where it is used: it imports cryptography
+
+        self._module, self._mooncake = kv_mooncake, kv_mooncake.Mooncake.start()
+
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        return self._module.MooncakeInbox(self._mooncake, part_bytes)
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        return self._module.MooncakeOutbox(self._mooncake, sock, deadline_s)
 
 
 class TlsTransport:
@@ -145,6 +249,15 @@ class TlsTransport:
 
     def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
         return self._shake_hands(sock, self._server, timeout_s)
+
+    def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
+        return StreamPath()
+
+    def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
+        return StreamPath()
+
+    def close(self) -> None:
+        """It keeps nothing."""
 
     def _shake_hands(self, sock: socket.socket, context: ssl.SSLContext, timeout_s: float) -> socket.socket:
         with _closed_on_failure(sock):
@@ -189,8 +302,10 @@ def _closed_on_failure(sock: socket.socket) -> Iterator[None]:
         raise
 
 
+KV_TRANSPORTS.register("shm", _SHM_THREAT)(SharedMemoryTransport)
 KV_TRANSPORTS.register("unix", _UNIX_THREAT)(UnixTransport)
 KV_TRANSPORTS.register("tls", _TLS_THREAT)(TlsTransport)
+KV_TRANSPORTS.register("mooncake", _MOONCAKE_THREAT)(MooncakeTransport)
 
 
 def parse_places(setting: str) -> list[tuple[str, str]]:

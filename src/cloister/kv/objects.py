@@ -9,9 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
+
+_NONCE: Final = bytes(12)
+"""One nonce for all: what is hashed under it stays here."""
 
 
 class KVHeader(msgspec.Struct, frozen=True, array_like=True):
@@ -38,7 +43,7 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
     Attributes:
         contents: of its block of each group of layers (`Program.export_blocks`), or of a snapshot of the state; empty where it
             has none.
-        mac: HMAC-SHA256 of the header and the contents.
+        mac: over the header and the contents (`KVSealer`).
     """
 
     header: KVHeader
@@ -56,7 +61,7 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
 
 
 class RestoredEntry(msgspec.Struct, frozen=True):
-    """One entry of a block table, from a tier of this engine, which has checked it.
+    """One entry of a block table, from a tier of this engine or from another engine, which was checked.
 
     Attributes:
         contents: as in `KVObject`; in memory that is used again when nothing refers to it.
@@ -104,13 +109,22 @@ def _fields(form: KVFormat) -> tuple[str, int, str, tuple[int, ...]]:
 class KVSealer:
     """Makes objects, and checks those of others.
 
+    A MAC is HMAC-SHA256 of the header and of a hash of each content: its GMAC under a second key and one nonce, which nobody
+    sees. To hash with a secret key, and then to apply a pseudorandom function, needs no nonce of its own (Wegman and Carter
+    1981); two contents of a MiB have the same GMAC with a chance of 2^-112 (McGrew and Viega 2004), and it takes an eighth of
+    the time of SHA-256, or less.
+
     Args:
         form: the format of this engine.
         key: secret of the engines that exchange KV.
     """
 
     def __init__(self, form: KVFormat, key: bytes) -> None:
-        self._format, self._sizes, self._key = form.digest, form.sizes, key
+        from cryptography.hazmat.primitives.ciphers.aead import AESGCM  # only where KV moves: the import takes its time
+
+        self._format, self._sizes = form.digest, form.sizes
+        self._key = hmac.digest(key, b"objects", "sha256")
+        self._hash = AESGCM(hmac.digest(key, b"contents", "sha256"))
 
     def seal(self, root: bytes, key: bytes, entry: int, contents: tuple[bytes, ...]) -> KVObject:
         """Returns an object with these contents."""
@@ -118,27 +132,35 @@ class KVSealer:
         return KVObject(header, contents, self._authenticate(header, contents))
 
     def is_genuine(self, found: KVObject, root: bytes, keys: list[bytes]) -> bool:
-        """Whether an object is what was asked for: of this format, scope and adapter, under the key of its entry, and made by
-        an engine that knows the secret.
+        """Whether an object is what was asked for, and made by an engine that knows the secret.
 
         Args:
             keys: prefix keys of the request, by entry.
         """
-        header = found.header
+        return self.is_wanted(found.header, root, keys) and self.is_authentic(found.header, found.contents, found.mac)
+
+    def is_wanted(self, header: KVHeader, root: bytes, keys: list[bytes]) -> bool:
+        """Whether a header says what was asked for: this format, scope and adapter, and the key of its entry. Its sizes are
+        those of blocks then; nothing says yet that they are true."""
         if (header.format, header.root) != (self._format, root):
             return False
         if not 0 <= header.entry < len(keys) or header.key != keys[header.entry]:
             return False
-        if len(header.sizes) != len(self._sizes) or header.sizes != tuple(len(content) for content in found.contents):
-            return False
-        if any(size not in (0, own) for size, own in zip(header.sizes, self._sizes, strict=True)):
-            return False
-        return hmac.compare_digest(found.mac, self._authenticate(header, found.contents))
+        return len(header.sizes) == len(self._sizes) and all(
+            size in (0, own) for size, own in zip(header.sizes, self._sizes, strict=True)
+        )
 
-    def _authenticate(self, header: KVHeader, contents: tuple[bytes, ...]) -> bytes:
+    def is_authentic(self, header: KVHeader, contents: Sequence[bytes | memoryview], mac: bytes) -> bool:
+        """Whether an engine that knows the secret made this object. Nobody else may be able to change its contents while this
+        reads them, or later."""
+        if header.sizes != tuple(len(content) for content in contents):
+            return False
+        return hmac.compare_digest(mac, self._authenticate(header, contents))
+
+    def _authenticate(self, header: KVHeader, contents: Sequence[bytes | memoryview]) -> bytes:
         mac = hmac.new(self._key, msgspec.msgpack.encode(header), "sha256")
-        for content in contents:  # the header says where each ends
-            mac.update(content)
+        for content in contents:  # each hash has 16 bytes, and the header says how long its content is
+            mac.update(self._hash.encrypt(_NONCE, b"", content))
         return mac.digest()
 
 

@@ -160,14 +160,16 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
     from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
 
     policy.check({"kv-transfer": Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
+    is_through_mooncake = any(name == "mooncake" for name, _ in parse_places(config.kv_transfer))
+    policy.check({"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")})
     for name, _ in parse_places(config.kv_transfer):
         entry = Entry.of(KV_TRANSPORTS, name)
         policy.check_entry(entry.kind, entry.name, entry.threat)
     if lacks_address(config.kv_transfer) != (server.on != LOCAL):
         raise ConfigError(
-            f"on {server.on}, engines are on several machines, and listen on their addresses; set kv_transfer to unix,tls"
+            f"on {server.on}, engines are on several machines, and listen on their addresses; set kv_transfer to shm,tls"
             if server.on != LOCAL
-            else "kv_transfer tls has no address to listen on; set it to unix, or tls://HOST:0",
+            else "kv_transfer tls has no address to listen on; set it to shm, or tls://HOST:0",
             param="kv_transfer",
         )
     if has_fixed_port(config.kv_transfer):
@@ -176,6 +178,10 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
         raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
     if not config.prefix_cache:
         raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
+    if is_through_mooncake and importlib.util.find_spec("mooncake") is None:  # last: the profile may refuse it anyway
+        raise ConfigError(
+            "kv_transfer mooncake needs an extra: pip install 'cloister[mooncake]'; or set it to shm", param="kv_transfer"
+        )
 
 
 def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -> None:
@@ -280,7 +286,7 @@ def _check_roles(server: ServerConfig) -> None:
 def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
     """Refuses roles without a way for KV, once the profile has allowed roles: what it says to set, the profile allows too."""
     if (server.prefill or server.decode) and config.kv_transfer is None:
-        where = "unix" if server.on == LOCAL else "unix,tls"
+        where = "shm" if server.on == LOCAL else "shm,tls"
         raise ConfigError(
             f"with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to {where}",
             param="prefill",

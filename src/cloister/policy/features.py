@@ -88,6 +88,7 @@ def _feature(
 
 
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
+_OPEN_PORTS = refuse("no port may listen off loopback to others than users and engines, and Mooncake's do")
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope, only in the engine's locked memory; a share for each tenant")
 _SHARED_TIER = mitigate(
     "AES-256-GCM under a key per engine and scope, sealed under a secret that only the front's engines have; wiped with its "
@@ -392,6 +393,20 @@ _FEATURES: Final = (
         does="lets a replica load cached KV from another one in place of computing it",
         endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
+    ),
+    _feature(
+        "kv-transfer-mooncake",
+        row="disaggregation",
+        setting="kv_transfer mooncake",
+        title="KV between replicas through Mooncake",
+        does="lets Mooncake's transfer engine carry the KV that a replica loads from another one",
+        endangers="Mooncake listens on all addresses of the machine, and asks nobody who they are",
+        part="mooncake",
+        open=mitigate("what it can reach is sealed; keep others from its ports, which are drawn from 10000 up"),
+        team=_OPEN_PORTS,
+        private=_OPEN_PORTS,
+        paranoid=_OPEN_PORTS,
+        instead="set `kv_transfer` to shm, or between machines to tls://HOST:0, if the profile allows that",
     ),
     _feature(
         "kv-tier",

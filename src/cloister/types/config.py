@@ -125,8 +125,9 @@ class EngineConfig:
     )
     kv_transfer: str | None = setting(
         None,
-        "How replicas load KV from each other: unix (on one machine), tls://HOST:0 (mutual TLS, each on a port of its own), or"
-        " both with a comma between; with `on` ray unix,tls; unset, they compute it.",
+        "How replicas load KV from each other: shm (shared memory of one machine), unix (its sockets), tls://HOST:0 (mutual"
+        " TLS, each on a port of its own), or shm and tls with a comma between; with `on` ray shm,tls; mooncake (with the extra"
+        " `mooncake`, profile open only); unset, they compute it.",
     )
     kv_tier: str | None = setting(
         None,

@@ -357,7 +357,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
     startup: list[tuple[str, float]] = []
     """Startup times by phase: (what, seconds)."""
     kv_endpoint: str | None = None
-    """Where other engines load its KV from: "unix:NAME" on one machine, "tls://HOST:PORT" from others, or both with a comma
+    """Where other engines load its KV from: "shm:NAME" on one machine, "tls://HOST:PORT" from others, or both with a comma
     between; None: nowhere."""
 
 

@@ -78,7 +78,7 @@ class ReplicaPlacement:
         counts = Counter(self.roles)
         flags = [f"--replicas {len(self.roles)}", f"--num-threads {self.profile.num_threads}"]
         if len(counts) > 1:
-            flags += [f"--prefill {counts['prefill']}", f"--decode {counts['decode']}", "--kv-transfer unix"]
+            flags += [f"--prefill {counts['prefill']}", f"--decode {counts['decode']}", "--kv-transfer shm"]
         if len(self.roles) > 1:
             flags.append(f"--router {router}")
         return " ".join(flags)
