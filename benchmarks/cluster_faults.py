@@ -6,8 +6,8 @@ answers that came, that are the same to the letter, requests that were refused b
 again, those that were lost after they were accepted, the longest gap in a stream, and how long a replica was seen to be gone.
 
 With `--on ray` they are on a Ray of three raylets on this machine, and faults are of Ray's processes too. With `--apart` each
-raylet has a network of its own (which takes root), so that KV goes over TLS, and networks fail too: `cut off raylet`, and what is
-sent in one direction is dropped without a word (`to raylet`, `from raylet`: between it and the front; `between raylets`).
+raylet has a network of its own (which takes root), so that KV goes over TLS, and networks fail too: `cut off raylet`, and
+what is sent in one direction is dropped without a word (`to raylet`, `from raylet`: of the front; `between raylets`).
 
 Layouts of `DISK_LAYOUTS` run only if they are named: their KV tier, their log and their temporary files are on a small disk of
 their own (which takes root), and `disk full` takes the rest of it.
@@ -54,7 +54,8 @@ LAYOUTS: Final = {
 }  # fmt: skip
 DISK_LAYOUTS: Final = {
     "2 mixed, KV tier on a small disk": (
-        "--replicas", "2", "--kv-memory-mb", "4", "--kv-tier", "disk:DISK,1G", "--log-requests", "--cache-scopes", "0",
+        "--replicas", "2", "--kv-memory-mb", "4", "--max-model-len", "2048", "--kv-tier", "disk:DISK,1G", "--log-requests",
+        "--cache-scopes", "0",
     ),
 }  # fmt: skip
 ALL_LAYOUTS: Final = LAYOUTS | DISK_LAYOUTS

@@ -1,10 +1,10 @@
-"""The front of two replicas is killed while they answer, and a supervisor starts another: `python -m benchmarks.front_restarts`.
+"""The front of two replicas ends while they answer, and a supervisor starts another: `python -m benchmarks.front_restarts`.
 
-A supervisor as small as it can be (it starts `cloister serve` again when it has ended) runs the server. 16 clients stream 200
-answers, greedy and seeded, with grammars and an adapter. Once a fifth of them have come, the front gets SIGKILL, or SIGTERM with
-a drain deadline that is shorter than the answers. A client whose stream ends without a finish reason, or that finds nobody or is
-refused, asks again a tenth of a second later. Prints how each stream that was open ended, when the last process of the first
-server was gone, when the next one served, and what came of all requests.
+A supervisor as small as it can be runs the server: it starts `cloister serve` again when it has ended. 16 clients stream 200
+answers, greedy and seeded, with grammars and an adapter. Once a fifth of them have come, the front gets SIGKILL, or SIGTERM
+with a drain deadline that is shorter than the answers. A client whose stream ends without a finish reason, or that finds
+nobody or is refused, asks again a tenth of a second later. Prints how each stream that was open ended, when the last process
+below the first front was gone, when the next one served, and what came of all requests.
 """
 
 from __future__ import annotations
