@@ -23,7 +23,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -47,6 +47,8 @@ VARIABLES = {
     "RAY_memory_monitor_refresh_ms": "0",
 }
 _CLONE_NEWNET = 0x40000000
+NOBODY = "02:00:00:00:00:01"
+"""Address of no network card."""
 
 
 class Networks:
@@ -96,6 +98,23 @@ class Networks:
             yield
         finally:
             _ip(f"link set {self._bridge}v{index} up")
+
+    @contextlib.contextmanager
+    def drop(self, source: int | None, targets: Iterable[int | None]) -> Iterator[None]:
+        """Drops what one machine sends to others for a time, and says nothing: its frames go to a neighbour that nobody is.
+
+        Args:
+            source: its network; None for this process's own.
+        """
+        where, device = ("", self._bridge) if source is None else (f"-n {self._names[source]} ", f"{self._bridge}w{source}")
+        addresses = [self.own_address if target is None else self.address(target) for target in targets]
+        for address in addresses:
+            _ip(f"{where}neigh replace {address} lladdr {NOBODY} dev {device} nud permanent")
+        try:
+            yield
+        finally:
+            for address in addresses:
+                _ip(f"{where}neigh del {address} dev {device}")
 
     def close(self) -> None:
         """Removes the networks."""
@@ -160,6 +179,11 @@ class LocalRay:
         """Takes the network from a raylet that has one of its own, for a time."""
         assert self._networks is not None
         return self._networks.cut_off(index - 1)
+
+    def drop(self, source: int, targets: Iterable[int]) -> contextlib.AbstractContextManager[None]:
+        """Drops what one raylet's machine sends to those of others for a time; 0 is that of the head, and of the front."""
+        assert self._networks is not None
+        return self._networks.drop(source - 1 if source else None, [target - 1 if target else None for target in targets])
 
     def raylet_pid(self, index: int) -> int:
         """Returns the process of a raylet; 0 is that of the head."""
@@ -373,10 +397,10 @@ async def _seconds_until(condition: Any, begun_s: float, limit_s: float) -> floa
 
 
 @contextlib.asynccontextmanager
-async def serving(*flags: str) -> AsyncIterator[tuple[ServeProcess, float]]:
-    """Runs `cloister serve`, and says how long its start took."""
+async def serving(*flags: str, log: Path | None = None) -> AsyncIterator[tuple[ServeProcess, float]]:
+    """Runs `cloister serve`, and says how long its start took. What it prints goes to `log`, if that is given."""
     begun_s = time.monotonic()
-    server = await asyncio.to_thread(ServeProcess, *flags, timeout_s=START_S)
+    server = await asyncio.to_thread(ServeProcess, *flags, log=log, timeout_s=START_S)
     try:
         yield server, time.monotonic() - begun_s
     finally:

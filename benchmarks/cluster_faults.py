@@ -6,7 +6,11 @@ answers that came, that are the same to the letter, requests that were refused b
 again, those that were lost after they were accepted, the longest gap in a stream, and how long a replica was seen to be gone.
 
 With `--on ray` they are on a Ray of three raylets on this machine, and faults are of Ray's processes too. With `--apart` each
-raylet has a network of its own (which takes root), so that KV goes over TLS, and there is one more fault, `cut off raylet`.
+raylet has a network of its own (which takes root), so that KV goes over TLS, and networks fail too: `cut off raylet`, and
+what is sent in one direction is dropped without a word (`to raylet`, `from raylet`: of the front; `between raylets`).
+
+Layouts of `DISK_LAYOUTS` run only if they are named: their KV tier, their log and their temporary files are on a small disk of
+their own (which takes root), and `disk full` takes the rest of it.
 """
 
 from __future__ import annotations
@@ -17,13 +21,15 @@ import contextlib
 import itertools
 import math
 import os
+import shutil
 import signal
+import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Literal, get_args
 
 import httpx
 from rich.table import Table
@@ -46,6 +52,14 @@ LAYOUTS: Final = {
         "--replicas", "4", "--kv-transfer", "KV", "--prefill", "2", "--decode", "2", "--router", "conductor",
     ),
 }  # fmt: skip
+DISK_LAYOUTS: Final = {
+    "2 mixed, KV tier on a small disk": (
+        "--replicas", "2", "--kv-memory-mb", "4", "--max-model-len", "2048", "--kv-tier", "disk:DISK,1G", "--log-requests",
+        "--cache-scopes", "0",
+    ),
+}  # fmt: skip
+ALL_LAYOUTS: Final = LAYOUTS | DISK_LAYOUTS
+DISK_MIB: Final = 24
 KV: Final = {"local": "shm", "ray": "shm,tls"}
 NUM_RAYLETS: Final = 3
 HEAD_AWAY_S: Final = 15.0
@@ -59,10 +73,12 @@ class Cluster:
 
     Attributes:
         ray: on which its replicas are; None: they are children of the server.
+        disk: a small one of its own.
     """
 
     server: ServeProcess
     ray: LocalRay | None = None
+    disk: Path | None = None
 
     def engine_pids(self) -> list[int]:
         """Returns the engines' processes, in the order of their start."""
@@ -74,6 +90,11 @@ class Cluster:
         """Its Ray, of which there is one."""
         assert self.ray is not None
         return self.ray
+
+
+Fault = Callable[[Cluster], Awaitable[None]]
+Way = Literal["to", "from", "between"]
+WAYS: Final[tuple[Way, ...]] = get_args(Way)
 
 
 def make_bodies(num_requests: int, max_tokens: int, model: str, repeats: int = 1) -> list[dict[str, Any]]:
@@ -173,6 +194,31 @@ async def cut_off_raylet(cluster: Cluster) -> None:
         await asyncio.sleep(10.0)
 
 
+def drop(way: Way, lasts_s: float) -> Fault:
+    """Makes a fault: packets are dropped in one direction only, so that connections stay half open."""
+
+    async def drop_one_way(cluster: Cluster) -> None:
+        ray = cluster.known_ray
+        others = [index for index in range(1, len(ray.raylets)) if index != ray.busiest]
+        source, targets = {"to": (0, [ray.busiest]), "from": (ray.busiest, [0]), "between": (ray.busiest, others)}[way]
+        with ray.drop(source, targets):
+            await asyncio.sleep(lasts_s)
+
+    return drop_one_way
+
+
+async def fill_disk(cluster: Cluster) -> None:
+    """Something else takes all that is left of the disk, and what is deleted there."""
+    assert cluster.disk is not None
+    with (cluster.disk / "something else").open("wb", buffering=0) as file:
+        for _ in range(50):
+            with contextlib.suppress(OSError):
+                while file.write(bytes(4096)):
+                    pass
+            await asyncio.sleep(0.1)
+    console.print(f"  {shutil.disk_usage(cluster.disk)}")
+
+
 async def kill_head(cluster: Cluster) -> None:
     """SIGKILL to the head of Ray, which stays away."""
     cluster.known_ray.kill_head()
@@ -206,7 +252,6 @@ def kill_below(server: ServeProcess, part: bytes) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
-Fault = Callable[[Cluster], Awaitable[None]]
 FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
     "a tenth of a CPU": starve_one, "drain each": drain_each, "cut transfers": cut_transfers,
@@ -217,12 +262,19 @@ RAY_FAULTS: Final[dict[str, Fault]] = {
     "kill -9 raylet": kill_raylet, "kill -9 driver": kill_driver, "kill -9 head": kill_head, "replace head": replace_head,
     "cut off raylet": cut_off_raylet,
 }  # fmt: skip
+LOST_S: Final = (3.0, 15.0)
+"""For how long packets are dropped: less and more than what a link waits for an acknowledgement."""
+NETWORK_FAULTS: Final[dict[str, Fault]] = {
+    f"{way} raylet{'s' if way == 'between' else ''} {lasts_s:.0f} s": drop(way, lasts_s)
+    for way, lasts_s in itertools.product(WAYS, LOST_S)
+}
+DISK_FAULTS: Final[dict[str, Fault]] = {"none": nothing, "disk full": fill_disk, "kill -9 first": kill_first}
 OWN_RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 driver": kill_driver,
     "kill -9 own head": kill_own_head, "kill -9 own raylet": kill_own_raylet,
 }  # fmt: skip
-ALL_FAULTS: Final = FAULTS | RAY_FAULTS | OWN_RAY_FAULTS
-ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "replace head", "cut off raylet")
+ALL_FAULTS: Final = FAULTS | RAY_FAULTS | NETWORK_FAULTS | OWN_RAY_FAULTS | DISK_FAULTS
+ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "replace head", "cut off raylet", *NETWORK_FAULTS)
 """Other faults leave a Ray that can be used again."""
 
 
@@ -330,13 +382,33 @@ def _is_refused(answer: Answer) -> bool:
     return answer.error is not None and answer.error.startswith("503") and not answer.times_s
 
 
-def choose_faults(given: argparse.Namespace) -> list[str]:
+def choose_faults(given: argparse.Namespace, layout: str) -> list[str]:
     """Returns all faults of a cluster like this one."""
+    if layout in DISK_LAYOUTS:
+        return list(DISK_FAULTS)
     if given.on == "local":
         return list(FAULTS)
     if given.own:
         return list(OWN_RAY_FAULTS)
-    return [name for name in RAY_FAULTS if given.apart or name != "cut off raylet"]
+    return [*RAY_FAULTS, *NETWORK_FAULTS] if given.apart else [name for name in RAY_FAULTS if name != "cut off raylet"]
+
+
+@contextlib.contextmanager
+def small_disk(layout: str) -> Iterator[Path | None]:
+    """Mounts a disk for a layout that has one, on which temporary files of what starts meanwhile are."""
+    if layout not in DISK_LAYOUTS:
+        yield None
+        return
+    before = os.environ.get("TMPDIR")
+    with tempfile.TemporaryDirectory() as folder:
+        subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "none", folder], check=True)
+        os.environ["TMPDIR"] = folder
+        try:
+            yield Path(folder)
+        finally:
+            os.environ.pop("TMPDIR")
+            os.environ |= {} if before is None else {"TMPDIR": before}
+            subprocess.run(["umount", folder], check=True)
 
 
 async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
@@ -356,15 +428,21 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
         )
         with contextlib.ExitStack() as rays:
             ray = None
-            for layout, name in itertools.product(given.layouts or LAYOUTS, given.faults or choose_faults(given)):
+            runs = [
+                (layout, name) for layout in given.layouts or LAYOUTS for name in given.faults or choose_faults(given, layout)
+            ]
+            for layout, name in runs:
                 if given.on == "ray" and not given.own and ray is None:
                     ray = rays.enter_context(local_ray(NUM_RAYLETS, apart=given.apart))
                 where = ("--on", given.on, *(() if ray is None else ("--ray-address", ray.address)))
-                layout_flags = [KV[given.on] if flag == "KV" else flag for flag in LAYOUTS[layout]]
-                async with serving(*flags, *layout_flags, *where) as (server, _):
-                    outcome = await strike(Cluster(server, ray), bodies, expected, ALL_FAULTS[name], given)
-                    if given.log:
-                        Path(given.log).write_text(server.printed)
+                with small_disk(layout) as disk:
+                    words = {"KV": KV[given.on], "disk:DISK,1G": f"disk:{disk},1G"}
+                    layout_flags = [words.get(flag, flag) for flag in ALL_LAYOUTS[layout]]
+                    log = None if disk is None else disk / "log"
+                    async with serving(*flags, *layout_flags, *where, log=log) as (server, _):
+                        outcome = await strike(Cluster(server, ray, disk), bodies, expected, ALL_FAULTS[name], given)
+                        if given.log:
+                            Path(given.log).write_text(server.printed)
                 if name in ENDS_RAYLETS:
                     rays.close()
                     ray = None
@@ -400,7 +478,7 @@ def main() -> int:
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--on", default="local", choices=list(KV))
     parser.add_argument("--apart", action="store_true", help="with --on ray: a network namespace for each raylet")
-    parser.add_argument("--layouts", nargs="*", choices=list(LAYOUTS), metavar="LAYOUT")
+    parser.add_argument("--layouts", nargs="*", choices=list(ALL_LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--faults", nargs="*", choices=list(ALL_FAULTS), metavar="FAULT")
     parser.add_argument("--own", action="store_true", help="with --on ray: the server starts a Ray of its own")
     parser.add_argument("--requests", type=int, default=200)

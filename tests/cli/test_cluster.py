@@ -34,8 +34,17 @@ def test_a_scenario_is_run_from_its_file_and_wrong_arguments_are_one_line(tmp_pa
     path.write_text(
         json.dumps({"seed": 1, "jobs": [{"at_s": 0.1, "prompt": "hello"}], "faults": [{"at_s": 0.15, "kind": "crash"}]})
     )
-    assert run(capsys, "--scenario", str(path))[:2] == (0, f"{path} kept every promise\n")
-    for args in (["--seeds", "7"], ["--seeds", "9..9"], ["--scenario", str(tmp_path / "none.json")]):
+    kept = f"1 requests, 8 tokens; faults: 1 crash\n{path} kept every promise\n"
+    assert run(capsys, "--scenario", str(path))[:2] == (0, kept)
+    lost = tmp_path / "lost.json"
+    lost.write_text(json.dumps({"seed": 1, "faults": [{"at_s": 0.1, "kind": "network"}]}))
+    for args in (
+        ["--seeds", "7"],
+        ["--seeds", "9..9"],
+        ["--scenario", str(tmp_path / "none.json")],
+        ["--on", "local"],
+        ["--on", "local", "--scenario", str(lost)],
+    ):
         status, _, err = run(capsys, *args)
         assert status != 0
         assert err.startswith("error: ")

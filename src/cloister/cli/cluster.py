@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import re
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
@@ -16,6 +17,7 @@ from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
     from cloister.cluster.virtual.fuzz import SeedTally
+    from cloister.cluster.virtual.simulation import RunOutcome
 
 app = typer.Typer(help="Show, drain and return replicas; search for faults that they do not survive.", no_args_is_help=True)
 BROKEN: Final = 1
@@ -195,16 +197,28 @@ def fuzz(
     scenario: Annotated[
         Path | None, typer.Option(help="Run this scenario once instead.", metavar="FILE", dir_okay=False)
     ] = None,
+    on: Annotated[
+        Literal["virtual", "local", "ray"],
+        typer.Option(help="Where a scenario runs: in virtual time, or on engine processes of this machine or of its own Ray."),
+    ] = "virtual",
+    model: Annotated[str, typer.Option(help="Model of engine processes.")] = "cloister-5m",
+    skip_impossible: Annotated[
+        bool, typer.Option("--skip-impossible", help="Leave out of a scenario what only virtual time can do.")
+    ] = False,
     processes: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
     output: Annotated[Path, typer.Option(help="Folder for the scenarios that fail.", metavar="DIR")] = Path("fuzz"),
 ) -> None:
     """Run clusters in virtual time, with requests and faults drawn from seeds, and check that every promise is kept.
 
-    A seed that fails is made small and written as a scenario.
+    A seed that fails is made small and written as a scenario, which `--on local` and `--on ray` run on real engines too.
     """
+    if on != "virtual" and scenario is None:
+        raise ConfigError(f"--on {on} runs one scenario; name its file with --scenario", param="scenario")
     logging.disable(logging.CRITICAL)  # engines die by the thousand
     try:
-        if scenario is not None:
+        if scenario is not None and on != "virtual":
+            _run_on_processes(scenario, on, model, skip_impossible)
+        elif scenario is not None:
             _run_scenario(scenario)
         else:
             _run_seeds(seeds, processes, output)
@@ -215,20 +229,39 @@ def fuzz(
 def _run_scenario(path: Path) -> None:
     from cloister.cluster.virtual import fuzz as fuzzer
 
-    violations = fuzzer.replay(fuzzer.read_scenario(path)).violations
-    for violation in violations:
+    _report_run(path, fuzzer.replay(fuzzer.read_scenario(path)))
+
+
+def _run_on_processes(path: Path, on: Literal["local", "ray"], model: str, skips: bool) -> None:
+    from cloister.cluster.virtual import fuzz as fuzzer
+    from cloister.launch.scenario import find_impossible, run_on_processes, without_impossible
+
+    found = fuzzer.read_scenario(path)
+    if skips and (impossible := find_impossible(found, on)):
+        print_line(f"left out, as only virtual time can do it: {', '.join(impossible)}")
+        found = without_impossible(found, on)
+    _report_run(path, run_on_processes(found, on, model))
+
+
+def _report_run(path: Path, outcome: RunOutcome) -> None:
+    print_line(f"{outcome.num_requests} requests, {outcome.num_tokens} tokens; faults: {_list_faults(outcome.faults)}")
+    for violation in outcome.violations:
         print_line(violation)
-    if violations:
+    if outcome.violations:
         leave(f"{path} broke a promise", BROKEN)
     print_line(f"{path} kept every promise", "green")
+
+
+def _list_faults(faults: Mapping[str, int]) -> str:
+    return ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items())) or "none"
 
 
 def _run_seeds(seeds: str, processes: int, output: Path) -> None:
     from cloister.cluster.virtual import fuzz as fuzzer
 
     tally = _search(range(*_read_seeds(seeds)), processes)
-    faults = ", ".join(f"{count} {kind}" for kind, count in sorted(tally.faults.items()))
-    print_line(f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults or 'none'}")
+    faults = _list_faults(tally.faults)
+    print_line(f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults}")
     for seed in tally.failing:
         make_folder(output)
         path = output / f"{seed}.json"

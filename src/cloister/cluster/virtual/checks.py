@@ -6,8 +6,9 @@ from collections import Counter, defaultdict
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
-from cloister.engine.client import GRACE_S
+from cloister.engine.client import GRACE_S, RequestClient
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
@@ -70,7 +71,7 @@ class RunRecord(Protocol):
 
     Attributes:
         events: all events of its fronts but those of steps.
-        late_s: for how long its machines were suspended.
+        late_s: for how long its machines were suspended, and by how much more they may be late.
     """
 
     scenario: Scenario
@@ -110,7 +111,7 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
         return [f"{where} ended {took_s - limit_s:.1f} s after its deadline"]
     kills = any(job.kills_after is not None for job in run.scenario.jobs)
     is_undisturbed = not (run.scenario.faults or kills) and run.scenario.idle_timeout_s is None
-    if is_undisturbed and took_s > limit_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
+    if is_undisturbed and took_s > limit_s + run.late_s + _SLACK_OF_STEPS_S + 4 * run.scenario.delay_s:
         return [f"{where} ended {took_s - limit_s:.3f} s after its deadline, though nothing was wrong"]
     if end is FinishReason.REJECTED and alone is not FinishReason.REJECTED:
         return [f"{where} was rejected, which one engine alone does not"]
@@ -160,6 +161,25 @@ def most_starts(scenario: Scenario) -> int | None:
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
     num_deaths = MOST_DEATHS * len(killers) + num_moves
     return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
+
+
+def leftovers_of_front(front: RequestClient) -> list[str]:
+    """Returns what a front must not have when all requests have ended."""
+    left = []
+    for replica in front.snapshots():
+        if replica.num_mismatches:
+            left.append(f"replica {replica.index} computed something else than another one")
+    if not isinstance(front, ReplicaSet):
+        return left
+    if front.num_forecasts:
+        left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
+    if front.num_followed:
+        left.append(f"the front still has {front.num_followed} prompts that are followed")
+    if front.num_shadows:
+        left.append(f"the front still has {front.num_shadows} shadows of requests")
+    if front.num_places:
+        left.append(f"the front still knows the places of {front.num_places} requests")
+    return left
 
 
 def check_events(run: RunRecord) -> list[str]:

@@ -16,8 +16,16 @@ import msgspec
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
-from cloister.cluster.virtual.checks import RECOVERY_S, JobAnswer, check_answer, check_events, most_starts, updates_of
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.checks import (
+    RECOVERY_S,
+    JobAnswer,
+    check_answer,
+    check_events,
+    leftovers_of_front,
+    most_starts,
+    updates_of,
+)
+from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
@@ -28,6 +36,7 @@ from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
+from cloister.engine.core import EngineCore
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
@@ -105,17 +114,36 @@ def prompt_of(job: Job) -> bytes:
     return job.prompt.encode() if job.kills_after is None else b"\1" + job.prompt.encode()
 
 
-def make_request(job: Job, request_id: str) -> Request:
-    """Returns the request of a job."""
+async def operate(front: ReplicaSet, operation: OperatorAction) -> None:
+    """Moves a request, drains a replica or changes a role, if the cluster lets it."""
+    with contextlib.suppress(InvalidRequestError):  # no other replica would be left
+        match operation.kind:
+            case "migrate":
+                await front.migrate(f"r{operation.job}", operation.replica)
+            case "drain":
+                await front.drain_replica(operation.replica, DRAIN_S)
+                await asyncio.sleep(operation.lasts_s)
+                front.return_replica(operation.replica)
+            case "flip":
+                await front.set_role(operation.replica, operation.role, DRAIN_S)
+
+
+def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, vocab_size: int = VOCAB_SIZE) -> Request:
+    """Returns the request of a job.
+
+    Args:
+        token_ids: of its prompt, for a model whose tokens are no bytes.
+        vocab_size: of that model, which as large a share of its tokens ends answers as of `VOCAB_SIZE`.
+    """
     return Request(
         request_id=request_id,
-        token_ids=list(prompt_of(job)),
+        token_ids=list(prompt_of(job)) if token_ids is None else token_ids,
         sampling=SamplingParams(
             n=job.n,
             temperature=job.temperature,
             seed=job.seed,
             stop=(job.stop,) if job.stop else (),
-            stop_token_ids=tuple(range(job.num_stop_ids)),
+            stop_token_ids=tuple(range(job.num_stop_ids * vocab_size // VOCAB_SIZE)),
             max_tokens=job.max_tokens,
             logprobs=2 if job.logprobs else None,
             ignore_eos=job.ignores_eos,
@@ -341,18 +369,10 @@ class _Simulation:
         self.faults[operation.kind] += 1
         if (front := self.front) is None:
             return
-        with contextlib.suppress(InvalidRequestError):  # no other replica would be left
-            match operation.kind:
-                case "migrate":
-                    await front.migrate(f"r{operation.job}", operation.replica)
-                case "drain":
-                    await front.drain_replica(operation.replica, DRAIN_S)
-                    await asyncio.sleep(operation.lasts_s)
-                    front.return_replica(operation.replica)
-                case "flip":
-                    await front.set_role(operation.replica, operation.role, DRAIN_S)
-                case "update":
-                    await self._update(front, operation)
+        if operation.kind == "update":
+            await self._update(front, operation)
+        else:
+            await operate(front, operation)
 
     async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
         before = self.updating
@@ -446,22 +466,13 @@ class _Simulation:
         scheduler.pool.check()
 
     def _leftovers_of_front(self, front: ReplicaSet) -> list[str]:
-        slowed, left = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}, []
-        for replica in front.snapshots():
-            if replica.num_mismatches:
-                left.append(f"replica {replica.index} computed something else than another one")
-            if replica.is_slow and replica.index not in slowed:
-                left.append(f"replica {replica.index} counts as slow, and is not")
-        left += self._leftovers_of_update(front)
-        if front.num_forecasts:
-            left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
-        if front.num_followed:
-            left.append(f"the front still has {front.num_followed} prompts that are followed")
-        if front.num_shadows:
-            left.append(f"the front still has {front.num_shadows} shadows of requests")
-        if front.num_places:
-            left.append(f"the front still knows the places of {front.num_places} requests")
-        return left
+        slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
+        left = [
+            f"replica {replica.index} counts as slow, and is not"
+            for replica in front.snapshots()
+            if replica.is_slow and replica.index not in slowed
+        ]
+        return [*left, *self._leftovers_of_update(front), *leftovers_of_front(front)]
 
     def _leftovers_of_update(self, front: ReplicaSet) -> Iterator[str]:
         if (progress := front.update_progress) is None:
@@ -484,14 +495,18 @@ class _Simulation:
 
 
 def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[tuple[list[int], str, FinishReason]]]:
-    """Returns what one engine alone answers without faults: (tokens, text, finish reason) of each sequence of each job."""
-    clock = VirtualClock()
-    engine = make_engine(shape, simulation.tokenizer, clock)
-    answers = [JobAnswer.to(answer.job, answer.request) for answer in simulation.answers]
+    """Returns what one engine alone answers without faults."""
+    engine = make_engine(shape, simulation.tokenizer, VirtualClock())
+    return answer_all(engine.core, simulation.answers)
+
+
+def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[tuple[list[int], str, FinishReason]]]:
+    """Returns what an engine answers, without deadlines: (tokens, text, finish reason) of each sequence of each job."""
+    answers = [JobAnswer.to(answer.job, answer.request) for answer in given]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:
-        engine.core.input_queue.put(Submit(msgspec.structs.replace(answer.request, timeout_s=1e9)))
-    while (outputs := engine.core.step()) is not None:
+        core.input_queue.put(Submit(msgspec.structs.replace(answer.request, timeout_s=1e9)))
+    while (outputs := core.step()) is not None:
         for output in outputs.outputs:
             by_id[output.request_id].take(output)
     return [list(zip(a.token_ids, a.texts, (ends[0] for ends in a.ends), strict=True)) for a in answers]

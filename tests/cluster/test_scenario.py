@@ -1,0 +1,83 @@
+"""One scenario runs in virtual time and on engine processes, keeps every promise in both, and shows it if one is broken."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.engine.in_flight import InFlightRequest
+from cloister.launch.scenario import find_impossible, run_on_processes, without_impossible
+from cloister.types.errors import ConfigError
+from cloister.types.events import Submit
+from tests.serving import MODEL
+
+JOBS = tuple(
+    Job(
+        at_s=round(0.05 * number, 2),
+        prompt=f"Once upon a time {number}",
+        max_tokens=200,
+        n=2 if number == 2 else 1,
+        tenant=number % 2,
+        temperature=0.8 if number % 2 else 0.0,
+        seed=number if number % 2 else 0,
+        cancel_after_s=0.2 if number == 4 else None,
+    )
+    for number in range(6)
+)
+CRASH = InjectedFault(at_s=0.1, kind="crash")
+SCENARIO = Scenario(
+    seed=1,
+    num_blocks=200,
+    stall_timeout_s=0.5,
+    moves_kv=1.0,
+    jobs=JOBS,
+    faults=(CRASH, InjectedFault(at_s=0.2, kind="hang", replica=1, lasts_s=1000.0)),
+    operations=(
+        OperatorAction(at_s=0.1, kind="migrate", replica=1),
+        OperatorAction(at_s=0.25, kind="drain"),
+        OperatorAction(at_s=0.4, kind="flip", replica=1, role="decode"),
+    ),
+)
+
+
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """The engines' deaths are the purpose, and no news."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def test_a_scenario_keeps_every_promise_in_virtual_time_and_on_processes() -> None:
+    virtual, real = fuzz.replay(SCENARIO), run_on_processes(SCENARIO, "local", MODEL)
+    assert virtual.violations == real.violations == ()
+    assert virtual.faults == real.faults
+    assert virtual.num_requests == real.num_requests == len(JOBS)
+
+
+def test_both_find_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+    def start_over(found: InFlightRequest, now: float) -> Submit:
+        return Submit(found.request, found.seed)
+
+    crash = msgspec.structs.replace(SCENARIO, moves_kv=0.0, jobs=JOBS[:2], faults=(CRASH,), operations=())
+    monkeypatch.setattr(InFlightRequest, "submission", start_over)
+    for violations in (fuzz.replay(crash).violations, run_on_processes(crash, "local", MODEL).violations):
+        assert any("got another answer than from one engine alone" in violation for violation in violations)
+
+
+def test_what_only_virtual_time_can_do_is_refused_by_name_or_left_out() -> None:
+    lost = InjectedFault(at_s=0.0, kind="network", amount=0.3)
+    worse = OperatorAction(at_s=0.0, kind="update", weights=1, trouble="step")
+    scenario = msgspec.structs.replace(
+        SCENARIO, faults=(CRASH, lost), operations=(worse,), damages_kv=0.5, clock_offsets_s=(1.0,), length_error="zero"
+    )
+    named = ["faults: network", "operations: update with weights", "operations: update with trouble"]
+    assert find_impossible(scenario, "local") == [*named, "damages_kv", "clock_offsets_s", "length_error"]
+    with pytest.raises(ConfigError, match=r"faults: network, .*--skip-impossible"):
+        run_on_processes(scenario, "local", MODEL)
+    assert without_impossible(scenario, "local") == msgspec.structs.replace(SCENARIO, faults=(CRASH,), operations=())
