@@ -16,8 +16,10 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.health import ReplicaSpeeds
+from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadBalancer
+from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
@@ -40,7 +42,7 @@ from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
-from cloister.types.events import Ended, Event, KVLoaded, KVStored, Scheduled, Stepped
+from cloister.types.events import Ended, Event, KVLoaded, KVStored, PrefixLeased, Scheduled, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
 from cloister.types.scope import Scope
 
@@ -65,6 +67,7 @@ _logger = logging.getLogger(__name__)
 
 MakeRouter = Callable[[ModelInfo], Router]
 MakePredictor = Callable[[ModelInfo], LengthPredictor]
+MakeHotPrefixes = Callable[[ModelInfo], HotPrefixes]
 
 
 def make_length_curves(model: ModelInfo) -> LengthPredictor:
@@ -139,6 +142,7 @@ class ReplicaSet(RequestClient):
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those.
         make_predictor: makes a predictor of lengths, if the router asks for one.
+        make_hot_prefixes: makes what decides which prefixes other replicas copy; None: they copy none.
         release: what `replicas` were made of; None if there can be no update.
         make_release: called for each rolling update with the setting `model`, returns what makes clients of new engines.
     """
@@ -156,6 +160,7 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
+        make_hot_prefixes: MakeHotPrefixes | None = None,
         release: EngineRelease | None = None,
         make_release: Callable[[str], EngineRelease] | None = None,
         clock: Clock | None = None,
@@ -172,6 +177,8 @@ class ReplicaSet(RequestClient):
         self._router: RoleRouter | None = None
         self._make_predictor = make_predictor
         self._lengths: LengthForecasts | None = None
+        self._make_hot_prefixes = make_hot_prefixes
+        self._copies: PrefixCopies | None = None
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
@@ -205,6 +212,7 @@ class ReplicaSet(RequestClient):
         replica.diagnose = partial(self._diagnose, index)
         replica.after_receive = partial(self._follow_up, index)
         replica.after_end = partial(self._forget, index)
+        replica.on_prefix_leased = partial(self._note_leased, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -228,6 +236,8 @@ class ReplicaSet(RequestClient):
         self.connect_routers()
         if self._config.rebalance:
             self._begin(self._rebalance(), "load levelling")
+        if self._copies is not None:
+            self._begin(self._copies.run(), "copies of prefixes")
 
     def connect_routers(self) -> None:
         """Makes the routers for `model`."""
@@ -235,6 +245,9 @@ class ReplicaSet(RequestClient):
         self._router = RoleRouter(make(), make(), self._block_size)
         if self._router.predicts_lengths:
             self._lengths = LengthForecasts(self._make_predictor(self._replicas[0].model))
+        if self._make_hot_prefixes is not None:
+            controller = self._make_hot_prefixes(self._replicas[0].model)
+            self._copies = PrefixCopies(self._replicas, controller, self._with_wanted_weights, self._note_copy, self._clock)
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
@@ -300,10 +313,17 @@ class ReplicaSet(RequestClient):
         """Requests whose lengths are predicted: those that have not ended, if anything asks for it."""
         return 0 if self._lengths is None else len(self._lengths)
 
+    @property
+    def num_hot_prefixes(self) -> int:
+        """Prefixes that replicas keep under a lease, because others have copies of them."""
+        return 0 if self._copies is None else len(self._copies)
+
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self._snapshot(index) for index in range(len(self._replicas))]
 
     async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        if drop and self._copies is not None:
+            self._copies.forget(scope)
         each = await asyncio.gather(
             *(replica.inspect_cache(scope, drop=drop, timeout_s=timeout_s) for replica in self._replicas)
         )
@@ -327,6 +347,7 @@ class ReplicaSet(RequestClient):
             num_mismatches=self._verifier.num_mismatches[index],
             num_migrated=self._num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
+            num_prefix_copies=0 if self._copies is None else self._copies.num_copies[index],
             role=self._roles[index],
             cost=self._cost_of(index),
             transfer_token_s=self._transfer_time(index),
@@ -376,6 +397,8 @@ class ReplicaSet(RequestClient):
         self._note_placement(request.request_id, placement)
         if self._lengths is not None:
             self._lengths.add(request)
+        if self._copies is not None:
+            self._copies.note(request, placement.index)
 
     def abort(self, request_id: str) -> None:
         """Aborts a request at its replica."""
@@ -421,6 +444,19 @@ class ReplicaSet(RequestClient):
         unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
         return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
+    def _with_wanted_weights(self) -> list[ReplicaSnapshot]:
+        """Returns the replicas that have the weights of new requests."""
+        wanted = self._wanted or self._replicas[0].fingerprint
+        return [each for each in self.snapshots() if self._replicas[each.index].fingerprint == wanted]
+
+    def _note_leased(self, index: int, reply: PrefixLeased) -> None:
+        if self._copies is not None:
+            self._copies.take_reply(index, reply)
+
+    def _note_copy(self, request: Request, index: int) -> None:
+        if self._router is not None:
+            self._router.note_copy(request, self._snapshot(index))
+
     def _place(self, request: Request) -> RoutingDecision:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
         accepting = self._able()
@@ -445,6 +481,8 @@ class ReplicaSet(RequestClient):
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
+        if self._copies is not None:
+            self._copies.lose(index)
 
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
@@ -781,6 +819,8 @@ class ReplicaSet(RequestClient):
                 self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded) and not event.tier:
             self._note_load(index, event)
+            if self._copies is not None and self._copies.owns(event):
+                return
         elif isinstance(event, Scheduled) and event.request_id in self._handing_off[index]:
             self._follow_prompt(index, event.request_id)
         for listener in self._listeners:

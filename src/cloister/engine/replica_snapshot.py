@@ -42,6 +42,7 @@ class ReplicaSnapshot:
         num_routed: requests that it was given so far.
         num_migrated: requests among those that were moved to it while they ran.
         num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
+        num_prefix_copies: copies of hot prefixes among those loads (`cluster.hot_prefixes`).
         capacity: its speed relative to the others.
         role: what it computes.
         cost: the times of its steps.
@@ -68,6 +69,7 @@ class ReplicaSnapshot:
     num_routed: int = 0
     num_migrated: int = 0
     num_kv_loads: int = 0
+    num_prefix_copies: int = 0
     capacity: float = 1.0
     role: Role = "mixed"
     cost: StepCoefficients = (0.0, 0.0, 0.0, 0.0)

@@ -18,7 +18,7 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
-    from cloister.cluster.replica_set import MakeRouter
+    from cloister.cluster.replica_set import MakeHotPrefixes, MakeRouter
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
@@ -117,6 +117,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        make_hot_prefixes=_hot_prefixes_maker(config, front),
         release=release,
         make_release=make_release,
     )
@@ -200,6 +201,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        make_hot_prefixes=_hot_prefixes_maker(config, front),
         release=release,
         make_release=make_release,
     )
@@ -219,6 +221,16 @@ def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:
         return make(RouterContext(keys, random.SystemRandom(), front.max_ttft_s))
 
     return make_router
+
+
+def _hot_prefixes_maker(config: EngineConfig, front: ServerConfig) -> MakeHotPrefixes | None:
+    """Returns what makes the controller of copies; None if there are none."""
+    if not front.replicate_hot_prefixes:
+        return None
+    from cloister.cluster.hot_prefixes import HotPrefixes
+    from cloister.kv import PrefixKeys
+
+    return lambda model: HotPrefixes(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom())
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

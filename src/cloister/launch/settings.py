@@ -246,6 +246,22 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
     if server.verify_replay and config.numerics != "exact":
         raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
+    if server.replicate_hot_prefixes and server.replicas == 1:
+        raise ConfigError(
+            "replicate_hot_prefixes copies KV between replicas; set replicas to 2 or more, or leave it out",
+            param="replicate_hot_prefixes",
+        )
+    if server.replicate_hot_prefixes and config.kv_transfer is None:
+        where = "unix" if server.on == LOCAL else "unix,tls"
+        raise ConfigError(
+            f"replicate_hot_prefixes copies KV between replicas; set kv_transfer to {where}, or leave it out",
+            param="replicate_hot_prefixes",
+        )
+    if server.replicate_hot_prefixes and config.prefix_cache is False:
+        raise ConfigError(
+            "replicate_hot_prefixes copies what is cached; switch prefix_cache on, or leave it out",
+            param="replicate_hot_prefixes",
+        )
     for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
         if asked and server.sealed:
             raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)
@@ -314,6 +330,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
+            "hot-prefixes": Use(server.config.replicate_hot_prefixes, "setting `replicate_hot_prefixes`"),
             "placed-replicas": Use(server.config.on != LOCAL, f"setting `on` {server.config.on}"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),

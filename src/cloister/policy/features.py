@@ -104,6 +104,10 @@ _DOCUMENTS_BY_SCOPE = mitigate(
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
+_COPIES_LEASED = mitigate(
+    "copies share one lease with the original: they end together, and their keys are revoked together; a copy is found inside "
+    "its scope only; an eighth of the memory for all of them, and a running request takes it"
+)
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
@@ -408,6 +412,20 @@ _FEATURES: Final = (
         private=_STEERED,
         paranoid=_STEERED,
         instead="leave the setting `rebalance` out",
+    ),
+    _feature(
+        "hot-prefixes",
+        row="duplication",
+        setting="replicate_hot_prefixes",
+        title="Copies of hot prefixes",
+        does="copies the KV of beginnings that many requests share to replicas with less to do",
+        endangers="KV of a scope is on more replicas, and others' requests decide on which",
+        part="load",
+        open=allow(ONE_USER),
+        team=_COPIES_LEASED,
+        private=_STEERED,
+        paranoid=_STEERED,
+        instead="leave the setting `replicate_hot_prefixes` out; replicas compute what they need",
     ),
     _feature(
         "kv-transfer",

@@ -219,6 +219,11 @@ class ServerConfig:
     rebalance: bool = setting(
         False, "Move running requests from busy replicas to idle ones, and flip roles, as the load changes."
     )
+    replicate_hot_prefixes: bool = setting(
+        False,
+        "Copy the KV of beginnings that many requests share from the replica that has it to replicas with less to do; needs"
+        " kv_transfer.",
+    )
     max_ttft_s: float | None = setting(
         None,
         "Refuse requests (429) whose first token would come later than this, as the router `conductor` predicts; unset, later"

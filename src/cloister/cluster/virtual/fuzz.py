@@ -136,6 +136,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, roles=())
     if scenario.rebalance:
         yield replace(scenario, rebalance=False)
+    if scenario.copies_prefixes:
+        yield replace(scenario, copies_prefixes=False)
     if scenario.verify_replay:
         yield replace(scenario, verify_replay=0.0)
     if scenario.length_error != "none":

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
@@ -29,6 +30,7 @@ from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
 from cloister.engine.supervision import Restarts, Supervision
+from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
@@ -196,7 +198,7 @@ class _Simulation:
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
-            switch=self.switch if self.scenario.moves_kv else None,
+            switch=self.switch if self.scenario.moves_kv or self.scenario.copies_prefixes else None,
         )
         if self._has_trouble("start", int(model), replica, update):
             host.refuses_starts = NUM_RESTARTS
@@ -250,6 +252,7 @@ class _Simulation:
             supervise=self._make_supervision,
             amend=self._move_kv,
             make_host=self._make_host if updates_of(self.scenario) else None,
+            make_hot_prefixes=self._make_hot_prefixes if self.scenario.copies_prefixes else None,
         )
         front, self.transports, self.clients = made.replicas, made.transports, made.clients
         front.subscribe(self._observe)
@@ -259,6 +262,12 @@ class _Simulation:
     def _make_predictor(self, model: ModelInfo) -> LengthPredictor:
         draw = random.Random(self.scenario.seed)
         return WrongLengths(LengthCurves(model.max_model_len), self.scenario.length_error, draw)
+
+    def _make_hot_prefixes(self, model: ModelInfo) -> HotPrefixes:
+        keys = PrefixKeys(model.fingerprint, self.shape.block_size)
+        return HotPrefixes(
+            keys, self.draw, hot=3.0, half_life_s=2.0, min_tokens=16, min_skew=1, lease_s=1.0, renew_s=0.3, rest_s=1.0
+        )
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
         """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
@@ -349,6 +358,8 @@ class _Simulation:
                     await front.set_role(operation.replica, operation.role, DRAIN_S)
                 case "update":
                     await self._update(front, operation)
+                case "forget":
+                    await front.inspect_cache(self.answers[operation.job].request.scope, drop=True)
 
     async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
         before = self.updating
@@ -435,11 +446,21 @@ class _Simulation:
             yield f"engine {index} still has {sorted(scheduler.requests)}"
         if scheduler.pool.num_used:
             yield f"engine {index} still uses {scheduler.pool.num_used} blocks"
-        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
+        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports), len(scheduler.prefix_leases)
         num_open = 0 if process.kv_links is None else process.kv_links.num_open
         if any(left) or num_open:
             yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
         scheduler.pool.check()
+        self._check_copies()
+
+    def _check_copies(self) -> None:
+        """Raises AssertionError if a copy of a prefix has outlived its lease, or the books of a cache are wrong."""
+        for host in self.hosts:
+            if host.process is not None:
+                scheduler = host.process.engine.scheduler
+                scheduler.prefix_leases.check()
+                if scheduler.prefix_cache is not None:
+                    scheduler.prefix_cache.check()
 
     def _leftovers_of_front(self, front: ReplicaSet) -> list[str]:
         slowed, left = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}, []
@@ -453,6 +474,8 @@ class _Simulation:
             left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
         if front.num_followed:
             left.append(f"the front still has {front.num_followed} prompts that are followed")
+        if front.num_hot_prefixes:
+            left.append(f"the front still has leases of {front.num_hot_prefixes} prefixes")
         if front.num_shadows:
             left.append(f"the front still has {front.num_shadows} shadows of requests")
         if front.num_places:
@@ -474,6 +497,8 @@ class _Simulation:
         self.digest.update(msgspec.msgpack.encode(event))
         if not isinstance(event, Stepped):
             self.events.append(event)
+        elif self.scenario.copies_prefixes:
+            self._check_copies()
 
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")

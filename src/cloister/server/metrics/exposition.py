@@ -64,6 +64,9 @@ class EngineGauges:
         loads = CounterMetricFamily(
             "cloister_replica_kv_loads", "How often KV came to a replica from another one.", labels=("replica",)
         )
+        copies = CounterMetricFamily(
+            "cloister_replica_prefix_copies", "Copies of prefixes that a replica got from another one.", labels=("replica",)
+        )
         state = GaugeMetricFamily("cloister_replica_state", "How a replica is; always 1.", labels=("replica", "state"))
         role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
@@ -77,9 +80,10 @@ class EngineGauges:
             routed.add_metric(label, replica.num_routed)
             moved.add_metric(label, replica.num_migrated)
             loads.add_metric(label, replica.num_kv_loads)
+            copies.add_metric(label, replica.num_prefix_copies)
             state.add_metric((*label, replica.state), 1)
             role.add_metric((*label, replica.role), 1)
-        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, state, role)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, copies, state, role)
 
     def _lengths(self) -> Iterator[Metric]:
         """Yields how wrong predicted lengths are, where anything predicts them."""
