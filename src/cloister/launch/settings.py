@@ -257,11 +257,6 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
             f"replicate_hot_prefixes copies KV between replicas; set kv_transfer to {where}, or leave it out",
             param="replicate_hot_prefixes",
         )
-    if server.replicate_hot_prefixes and config.prefix_cache is False:
-        raise ConfigError(
-            "replicate_hot_prefixes copies what is cached; switch prefix_cache on, or leave it out",
-            param="replicate_hot_prefixes",
-        )
     for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
         if asked and server.sealed:
             raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)

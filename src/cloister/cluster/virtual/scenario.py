@@ -28,7 +28,7 @@ MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
 COPIED_SHARE: Final = 0.25
-"""Share of the clusters of several replicas in which hot prefixes are copied."""
+"""Share of the clusters of several replicas in which hot prefixes are copied; a quarter of it where KV moves anyway."""
 UPDATED_SHARE: Final = 0.2
 """Share of the clusters of several replicas in which replicas get new engines."""
 UPDATE_SPAN_S: Final = 4.0
@@ -163,7 +163,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
     if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
         drawn = _move_one(drawn, draw)
     draw = random.Random(f"copies {seed}")
-    if drawn.num_replicas > 1 and draw.random() < COPIED_SHARE:
+    if drawn.num_replicas > 1 and draw.random() < (COPIED_SHARE if not drawn.moves_kv else COPIED_SHARE / 4):
         drawn = _copy_prefixes(drawn, draw)
     draw = random.Random(f"updates {seed}")
     return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
@@ -176,7 +176,7 @@ def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:
     span_s = draw.choice((0.5, 4.0))
     jobs = tuple(
         msgspec.structs.replace(job, prompt=shared + job.prompt, at_s=round(job.at_s + draw.random() * span_s, 4))
-        for job in draw.choice((2, 3)) * scenario.jobs
+        for job in draw.choice((3, 4)) * scenario.jobs
     )
     drops = tuple(
         OperatorAction(at_s=round(draw.random() * (span_s + 1.0), 4), kind="forget", job=draw.randrange(len(jobs)))
@@ -185,6 +185,7 @@ def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:
     return msgspec.structs.replace(
         scenario,
         copies_prefixes=True,
+        router=draw.choice(("prefix_aware", "prefix_aware", scenario.router)),  # others seldom leave one replica hot
         num_blocks=draw.choice((64, 160)),
         jobs=jobs,
         operations=scenario.operations + drops,
