@@ -22,6 +22,7 @@ from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.fuzz import _tokenizer
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
+from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
 from cloister.types.events import Ended, Event
@@ -72,7 +73,8 @@ class Outcome:
 
 def make_requests(load: Load, seed: int) -> list[Sent]:
     """Returns requests with their times."""
-    draw, now, sent = random.Random(seed), 0.0, []
+    sent: list[Sent] = []
+    draw, now = random.Random(seed), 0.0
     systems = [
         [draw.randrange(load.vocabulary) for _ in range(load.system)] for _ in range(int(load.seconds / load.change_s) + 1)
     ]
@@ -131,9 +133,8 @@ def run_virtual(num_replicas: int, router: str, load: Load, seed: int, *, copies
         num_blocks=2048, block_size=16, max_num_seqs=16, max_waiting=100_000, max_model_len=4096, max_batched_tokens=256,
         step_s=0.004, token_s=0.0004,
     )  # fmt: skip
-    shape = ClusterShape(
-        engine, router, ("mixed",) * num_replicas, delay_s=0.0002, moves_kv=True, entry_s=0.0002, copies_prefixes=copies
-    )
+    roles: list[Role] = ["mixed"] * num_replicas
+    shape = ClusterShape(engine, router, tuple(roles), delay_s=0.0002, moves_kv=True, entry_s=0.0002, copies_prefixes=copies)
 
     async def run() -> Outcome:
         async with running_cluster(shape, _tokenizer(), seed) as cluster:
@@ -184,16 +185,16 @@ def main() -> None:
     parser.add_argument("--system", type=int, default=512)
     parser.add_argument("--own", type=int, default=32)
     parser.add_argument("--answer", type=int, default=24)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     given = parser.parse_args()
     print("| where | replicas | router | copies | cached | TTFT P50, ms | P99, ms | skew | copies made, requests |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for num_replicas in given.replicas:
         load = Load(given.rate * num_replicas, given.seconds, given.change_s, given.system, given.own, given.answer)
         for router in given.routers:
             for copies in (False, True):
                 outcomes = []
-                for seed in range(given.seeds):
+                for seed in given.seeds:
                     if given.where == "virtual":
                         outcomes.append(run_virtual(num_replicas, router, load, seed, copies=copies))
                     else:

@@ -24,7 +24,7 @@ def keys() -> PrefixKeys:
 
 
 def controller(**settings: float) -> HotPrefixes:
-    return HotPrefixes(keys(), random.Random(1), **settings)  # type: ignore[arg-type]
+    return HotPrefixes(keys(), random.Random(1), hot=6.0, cold=1.5, **settings)  # type: ignore[arg-type]
 
 
 def ask(number: int, scope: Scope = ANN, **fields: object) -> Request:

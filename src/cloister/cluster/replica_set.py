@@ -26,6 +26,7 @@ from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
 from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
+from cloister.cluster.standby import StandbyKeeper
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
@@ -51,6 +52,7 @@ ALL_DRAINED: Final = "every replica is being drained; send the request again lat
 DEFAULT_BLOCK_SIZE: Final = 16
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
+STANDBY_EVERY_S: Final = 0.5
 WAKE_TIMEOUT_S: Final = 10.0
 """Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
@@ -120,10 +122,12 @@ class ClusterConfig:
     Attributes:
         roles: of each replica; empty if all are mixed.
         rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
+        num_standby: so many of the replicas, the last ones, get no requests until another one is lost.
     """
 
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
+    num_standby: int = 0
 
 
 class ReplicaSet(RequestClient):
@@ -182,6 +186,9 @@ class ReplicaSet(RequestClient):
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
+        self._standby = set(range(len(self._replicas) - config.num_standby, len(self._replicas)))
+        self._keeper = StandbyKeeper(draw or random.SystemRandom())
+        self._num_promotions = [0 for _ in self._replicas]
         self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
         self._followers = PromptFollowers(self._replicas)
@@ -238,6 +245,8 @@ class ReplicaSet(RequestClient):
             self._begin(self._rebalance(), "load levelling")
         if self._copies is not None:
             self._begin(self._copies.run(), "copies of prefixes")
+        if self._standby:
+            self._begin(self._keep_standby(), "standby")
 
     def connect_routers(self) -> None:
         """Makes the routers for `model`."""
@@ -341,13 +350,15 @@ class ReplicaSet(RequestClient):
             num_sequences=sum(request.num_sequences for request in requests),
             num_expected_tokens=0.0 if self._lengths is None else sum(map(self._lengths.remaining, requests)),
             state=self._state(index, own.state),
-            is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
+            is_accepting=own.is_accepting and index not in self._draining | self._verifier.odd | self._standby,
+            is_standby=index in self._standby,
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
             num_migrated=self._num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
             num_prefix_copies=0 if self._copies is None else self._copies.num_copies[index],
+            num_promotions=self._num_promotions[index],
             role=self._roles[index],
             cost=self._cost_of(index),
             transfer_token_s=self._transfer_time(index),
@@ -363,7 +374,9 @@ class ReplicaSet(RequestClient):
             return own
         if index in self._verifier.odd:
             return "suspicious"
-        return "slow" if self._speeds.is_slow(index) else own
+        if self._speeds.is_slow(index):
+            return "slow"
+        return "standby" if index in self._standby and own == "running" else own
 
     def _transfer_time(self, index: int) -> float:
         """Returns the mean seconds that KV of a token took to come to a replica; 0 if that is unknown, or was long ago."""
@@ -462,7 +475,7 @@ class ReplicaSet(RequestClient):
         accepting = self._able()
         if accepting and self._router is not None:
             return self._router.place(request, accepting)
-        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd]
+        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd | self._standby]
         running = [i for i in others if self._replicas[i].closed is None]
         if not others:
             raise EngineError(ALL_DRAINED)
@@ -475,6 +488,7 @@ class ReplicaSet(RequestClient):
 
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
+        self._promote_standby()
         self._shadow_moves.lose(index)
         self._followers.lose(index)
         self._stored = {place: stored for place, stored in self._stored.items() if place[0] != index}
@@ -667,6 +681,7 @@ class ReplicaSet(RequestClient):
         if len(self._draining | {index}) == len(self._replicas):
             raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
         self._draining.add(index)
+        self._stand_in(index)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while index in self._draining:
             await asyncio.gather(*(self._move_away(request, index) for request in self._replicas[index].request_snapshots()))
@@ -784,6 +799,36 @@ class ReplicaSet(RequestClient):
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+
+    async def _keep_standby(self) -> None:
+        """Looks for replicas that were lost while none that stood by was ready."""
+        while True:
+            await asyncio.sleep(STANDBY_EVERY_S)
+            self._promote_standby()
+
+    def _promote_standby(self) -> None:
+        """Has replicas that stand by take the places of those that are gone."""
+        if not self._standby:
+            return
+        for promotion in self._keeper.decide([each for each in self.snapshots() if each.index not in self._draining]):
+            self._promote(promotion.index, promotion.lost)
+            _logger.warning(
+                "replica %d takes the place of replica %d, which stands by when it runs again", promotion.index, promotion.lost
+            )
+
+    def _promote(self, index: int, instead_of: int) -> None:
+        self._standby.discard(index)
+        self._standby.add(instead_of)
+        self._roles[index], self._roles[instead_of] = self._roles[instead_of], self._roles[index]
+        self._num_promotions[index] += 1
+
+    def _stand_in(self, index: int) -> None:
+        """Has one that stands by take the place of a replica that is drained, if no other one accepts requests."""
+        if index in self._standby or any(snapshot.is_accepting for snapshot in self.snapshots()):
+            return
+        ready = next((each.index for each in self.snapshots() if each.state == "standby"), None)
+        if ready is not None:
+            self._promote(ready, index)
 
     # Events
 

@@ -104,6 +104,9 @@ _DOCUMENTS_BY_SCOPE = mitigate(
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
+_DRAWN_STANDBY = mitigate(
+    "only an engine that has ended loses its place, as it would its requests anyway; who takes it is drawn at random"
+)
 _COPIES_LEASED = mitigate(
     "copies share one lease with the original: they end together, and their keys are revoked together; a copy is found inside "
     "its scope only; an eighth of the memory for all of them, and a running request takes it"
@@ -507,6 +510,20 @@ _FEATURES: Final = (
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
         instead="leave `kv_tier` out, or set it to shared:SIZE or host:SIZE if the profile allows that",
+    ),
+    _feature(
+        "standby",
+        row="router",
+        setting="standby",
+        title="Replicas that stand by",
+        does="keeps replicas ready that get no requests until another one is lost",
+        endangers="who can kill a replica has its place taken by one that got no requests before",
+        part="standby",
+        open=allow(ONE_USER),
+        team=_DRAWN_STANDBY,
+        private=_DRAWN_STANDBY,
+        paranoid=_DRAWN_STANDBY,
+        instead="leave the setting `standby` out",
     ),
     _feature(
         "slow-replicas",

@@ -219,6 +219,9 @@ class ServerConfig:
     rebalance: bool = setting(
         False, "Move running requests from busy replicas to idle ones, and flip roles, as the load changes."
     )
+    standby: int = setting(
+        0, "Replicas among these that are ready and get no requests until another one is lost.", low=0, high=255
+    )
     replicate_hot_prefixes: bool = setting(
         False,
         "Copy the KV of beginnings that many requests share from the replica that has it to replicas with less to do; needs"

@@ -27,6 +27,8 @@ IDLE_SHARE: Final = 0.2
 MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
+STANDBY_SHARE: Final = 0.15
+"""Share of the clusters of several replicas in which one of them stands by."""
 COPIED_SHARE: Final = 0.25
 """Share of the clusters of several replicas in which hot prefixes are copied; a quarter of it where KV moves anyway."""
 UPDATED_SHARE: Final = 0.2
@@ -123,6 +125,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         roles: of each replica; empty if all are mixed.
         rebalance: load is levelled all the time.
         copies_prefixes: hot prefixes are copied to other replicas.
+        num_standby: so many of the replicas get no requests until another one is lost.
         moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
         damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
@@ -139,6 +142,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
     copies_prefixes: bool = False
+    num_standby: int = 0
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_waiting: int = 16
@@ -162,6 +166,9 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",)) -> Scen
     draw = random.Random(f"moves {seed}")
     if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
         drawn = _move_one(drawn, draw)
+    draw = random.Random(f"standby {seed}")
+    if drawn.num_replicas > 1 and drawn.idle_timeout_s is None and draw.random() < STANDBY_SHARE:
+        drawn = msgspec.structs.replace(drawn, num_standby=1)
     draw = random.Random(f"copies {seed}")
     if drawn.num_replicas > 1 and draw.random() < (COPIED_SHARE if not drawn.moves_kv else COPIED_SHARE / 4):
         drawn = _copy_prefixes(drawn, draw)

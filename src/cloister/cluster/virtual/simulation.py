@@ -243,7 +243,7 @@ class _Simulation:
             self.hosts,
             self.shape,
             self.scenario.router,
-            ClusterConfig(self.scenario.roles, self.scenario.rebalance),
+            ClusterConfig(self.scenario.roles, self.scenario.rebalance, self.scenario.num_standby),
             draw=self.draw,
             make_predictor=self._make_predictor,
             clock=self.loop.clock,

@@ -67,6 +67,9 @@ class EngineGauges:
         copies = CounterMetricFamily(
             "cloister_replica_prefix_copies", "Copies of prefixes that a replica got from another one.", labels=("replica",)
         )
+        promotions = CounterMetricFamily(
+            "cloister_replica_promotions", "How often a replica that stood by took another one's place.", labels=("replica",)
+        )
         state = GaugeMetricFamily("cloister_replica_state", "How a replica is; always 1.", labels=("replica", "state"))
         role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
@@ -81,9 +84,10 @@ class EngineGauges:
             moved.add_metric(label, replica.num_migrated)
             loads.add_metric(label, replica.num_kv_loads)
             copies.add_metric(label, replica.num_prefix_copies)
+            promotions.add_metric(label, replica.num_promotions)
             state.add_metric((*label, replica.state), 1)
             role.add_metric((*label, replica.role), 1)
-        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, copies, state, role)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, copies, promotions, state, role)
 
     def _lengths(self) -> Iterator[Metric]:
         """Yields how wrong predicted lengths are, where anything predicts them."""
