@@ -826,8 +826,7 @@ class ReplicaSet(RequestClient):
         """Has one that stands by take the place of a replica that is drained, if no other one accepts requests."""
         if index in self._standby or any(snapshot.is_accepting for snapshot in self.snapshots()):
             return
-        ready = next((each.index for each in self.snapshots() if each.state == "standby"), None)
-        if ready is not None:
+        if (ready := self._keeper.choose(self.snapshots())) is not None:
             self._promote(ready, index)
 
     # Events

@@ -39,7 +39,16 @@ class StandbyKeeper:
         Args:
             replicas: all that are not drained.
         """
-        ready = [replica.index for replica in replicas if replica.is_standby and replica.state == "standby"]
+        ready = _find_ready(replicas)
         lost = [replica.index for replica in replicas if not replica.is_standby and replica.state in GONE]
         chosen = self._draw.sample(ready, min(len(ready), len(lost)))
         return [Promotion(index, gone) for index, gone in zip(chosen, lost, strict=False)]
+
+    def choose(self, replicas: Sequence[ReplicaSnapshot]) -> int | None:
+        """Returns one that is ready; None if none is."""
+        ready = _find_ready(replicas)
+        return self._draw.choice(ready) if ready else None
+
+
+def _find_ready(replicas: Sequence[ReplicaSnapshot]) -> list[int]:
+    return [replica.index for replica in replicas if replica.is_standby and replica.state == "standby"]
