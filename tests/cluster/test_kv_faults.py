@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
 
 from cloister.cluster.link import LinkTimes
+from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EngineShape, make_engine
@@ -19,15 +21,18 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.replica import Host
+from cloister.cluster.virtual.scenario import Scenario
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.supervision import Supervision
 from cloister.kv import KVObject, KVSealer, Leases
 from cloister.kv.leases import _Lease
+from cloister.kv.prefix_cache import PrefixCache
 from cloister.scheduler.kv_exports import KVExports
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.prefix_leases import PrefixLeases
 from cloister.scheduler.sequence import RequestState
 from cloister.types.config import EngineConfig
-from cloister.types.events import Event, KVSource, Outputs, PrefetchKV
+from cloister.types.events import Event, KVSource, Outputs, PrefetchKV, PrefixLeased
 from cloister.types.request import Request, SamplingParams
 
 MOST_SCENARIOS = 40
@@ -99,6 +104,50 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(where, name, wrong)
     scenarios = [scenario for seed in range(first, first + 150) if (scenario := fuzz.scenario_of(seed)).moves_kv]
     assert any(fuzz.replay(scenario).violations for scenario in scenarios[:MOST_SCENARIOS])
+
+
+def revoke_nothing(cache: PrefixCache, keys: Collection[bytes]) -> None:
+    pass
+
+
+def renew_for_ever(leases: PrefixLeases, name: str, lease_s: float, now: float) -> None:
+    if name in leases._by_name and leases._by_name[name].is_held:
+        leases._requests.leases.renew(f"prefix {name}", now + 1000.0)  # type: ignore[union-attr]
+
+
+PLANTED_IN_COPIES: dict[str, tuple[type, str, Any]] = {
+    "a copy outlives its lease": (PrefixCache, "revoke", revoke_nothing),
+    "a lease of a prefix is never ended and lasts": (PrefixLeases, "renew", renew_for_ever),
+}
+
+
+def scenarios_with_copies(count: int) -> list[Scenario]:
+    drawn = (scenario for seed in range(10_000) if (scenario := fuzz.scenario_of(seed)).copies_prefixes)
+    return list(itertools.islice(drawn, count))
+
+
+@pytest.mark.parametrize("bug", PLANTED_IN_COPIES)
+def test_a_bug_that_is_planted_in_copies_of_prefixes_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(*PLANTED_IN_COPIES[bug])
+    assert any(fuzz.replay(scenario).violations for scenario in scenarios_with_copies(MOST_SCENARIOS))
+
+
+def test_prefixes_are_copied_in_the_scenarios() -> None:
+    copies: Counter[str] = Counter()
+    take_reply = PrefixCopies.take_reply
+
+    def count(own: PrefixCopies, index: int, reply: PrefixLeased) -> None:
+        before = sum(own.num_copies)
+        take_reply(own, index, reply)
+        copies["made"] += sum(own.num_copies) - before
+        copies["ended early"] += not reply.num_tokens
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(PrefixCopies, "take_reply", count)
+        for scenario in scenarios_with_copies(20):
+            assert not fuzz.replay(scenario).violations
+    assert copies["made"] >= 3
+    assert copies["ended early"] >= 1
 
 
 def test_prompts_are_followed_in_the_scenarios() -> None:

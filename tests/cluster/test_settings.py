@@ -84,6 +84,13 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 0}, "replicas"),
         ({"rebalance": True}, "set replicas to 2 or more"),
         ({"prefill": 1, "decode": 1}, "set replicas to 2 or more"),
+        ({"replicate_hot_prefixes": True}, "set replicas to 2 or more"),
+        ({"standby": 1}, "set replicas to 2 or more"),
+        ({"replicas": 2, "standby": 2}, "set replicas to 3 or more"),
+        ({"replicas": 2, "standby": 1, "idle_timeout_s": 5.0}, "leave standby or idle_timeout_s out"),
+        ({"replicas": 3, "standby": 1, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
+        ({"replicas": 2, "replicate_hot_prefixes": True}, "set kv_transfer to shm"),
+        ({"on": "ray", "replicas": 2, "replicate_hot_prefixes": True}, "set kv_transfer to shm,tls"),
         ({"replicas": 2, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
         ({"replicas": 2, "prefill": 1, "decode": 1}, "set kv_transfer to shm"),
         ({"replicas": 2, "max_ttft_s": 1.0}, "set router to conductor"),
@@ -143,7 +150,8 @@ def test_only_one_user_may_have_kv_pass_through_ports_that_ask_nobody_who_they_a
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -> None:
-    for flags in ({"rebalance": True}, {"prefill": 1, "decode": 1, "kv_transfer": "unix"}):
+    copies = {"replicate_hot_prefixes": True, "kv_transfer": "unix"}
+    for flags in ({"rebalance": True}, {"prefill": 1, "decode": 1, "kv_transfer": "unix"}, copies):
         with pytest.raises(PolicyError):
             resolve_settings({"replicas": 2, "profile": profile, **flags})
 
@@ -152,6 +160,13 @@ def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -
 def test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need(profile: str) -> None:
     with pytest.raises(PolicyError, match="leave `prefill` and `decode` out"):
         resolve_settings({"replicas": 2, "profile": profile, "prefill": 1, "decode": 1})
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_a_strict_profile_copies_no_prefix_whatever_else_it_would_allow(profile: str) -> None:
+    policy = resolve_settings({"replicas": 2, "profile": profile}).policy
+    assert not policy.allows("hot-prefixes")
+    assert resolve_settings({"replicas": 2, "kv_transfer": "unix", "profile": "team"}).policy.allows("hot-prefixes")
 
 
 def test_several_models_have_no_replicas(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cloister.launch.settings import resolve_settings
 from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import Request, SamplingParams
+from cloister.types.scope import LOCAL_SCOPE
 
 SECRET = b"e" * 32
 PROMPT = [(7 * i * i + 3 * i) % 2000 for i in range(1000)]
@@ -301,3 +302,52 @@ def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_to
 async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) -> None:
     async for output in cluster.generate(request):
         token_ids += output.token_ids
+
+
+async def check_copies(cluster: ReplicaSet) -> None:
+    """Checks that a hot prompt is copied, is a hit where it was copied, and is gone with its owner's cache."""
+    hot, loads = PROMPT[:200], note_loads(cluster, 1)
+    alone: list[int] = []
+    await follow(cluster, make_request("alone", hot), alone)
+    owner = cluster._replicas[0] if cluster.snapshots()[0].num_routed else cluster._replicas[1]
+    other = cluster._replicas[1] if owner is cluster._replicas[0] else cluster._replicas[0]
+    loads += note_loads(cluster, 0)
+    answers: dict[str, list[int]] = {f"hot {number}": [] for number in range(7)}
+    tasks = []
+    for name, answer in answers.items():  # as many as the router leaves to the replica that has it
+        sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        request = Request(request_id=name, token_ids=hot, sampling=sampling)
+        cluster._copies.note(request, cluster._replicas.index(owner))  # type: ignore[union-attr]
+        owner.submit(request, lambda output, answer=answer: answer.extend(output.token_ids))
+    await wait_until(lambda: sum(each.num_prefix_copies for each in cluster.snapshots()) == 1)
+    assert [load.complete for load in loads] == [True]
+    hits: list[Scheduled] = []
+    other.subscribe(lambda event: hits.append(event) if isinstance(event, Scheduled) else None)
+    copied: list[int] = []
+    tasks.append(asyncio.create_task(follow(cluster, make_request("copied", hot), copied)))
+    await asyncio.gather(*tasks)
+    assert copied == alone
+    assert [hit.num_cached_tokens for hit in hits] == [192]
+    report = await cluster.inspect_cache(LOCAL_SCOPE, drop=True)
+    assert not report.unanswered
+    assert cluster.num_hot_prefixes == 0
+    assert (await cluster.inspect_cache(LOCAL_SCOPE)).places[0].num_blocks == 0
+
+
+def test_a_hot_prefix_is_copied_between_processes_and_dropped_everywhere() -> None:
+    async def run() -> None:
+        settings = resolve_settings(
+            {
+                "replicas": 2, "num_threads": 1, "kv_memory_mb": 64, "kv_transfer": "unix", "router": "prefix_aware",
+                "replicate_hot_prefixes": True,
+            }
+        )  # fmt: skip
+        cluster = make_engine(settings.engine.config, settings.server.config)
+        assert isinstance(cluster, ReplicaSet)
+        await cluster.start()
+        try:
+            await check_copies(cluster)
+        finally:
+            await cluster.drain(0.0)
+
+    asyncio.run(run())

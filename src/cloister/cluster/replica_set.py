@@ -17,14 +17,17 @@ import msgspec
 
 from cloister.cluster.action_log import ActionLog
 from cloister.cluster.health import ReplicaSpeeds
+from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredictor
 from cloister.cluster.migration import LoadBalancer, Move
+from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
 from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
+from cloister.cluster.standby import StandbyKeeper
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
@@ -42,7 +45,7 @@ from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, InvalidRequestError, QueueFullError
-from cloister.types.events import Ended, Event, KVLoaded, KVStored, Scheduled, Stepped
+from cloister.types.events import Ended, Event, KVLoaded, KVStored, PrefixLeased, Scheduled, Stepped
 from cloister.types.request import AdapterInfo, ModelInfo, Request
 from cloister.types.scope import Scope
 
@@ -51,6 +54,7 @@ ALL_DRAINED: Final = "every replica is being drained; send the request again lat
 DEFAULT_BLOCK_SIZE: Final = 16
 DRAIN_EVERY_S: Final = 0.05
 REBALANCE_EVERY_S: Final = 0.5
+STANDBY_EVERY_S: Final = 0.5
 WAKE_TIMEOUT_S: Final = 10.0
 """Longest wait of a move for an engine that was idle; the request goes on where it is."""
 COPY_TIMEOUT_S: Final = 5.0
@@ -67,6 +71,7 @@ _logger = logging.getLogger(__name__)
 
 MakeRouter = Callable[[ModelInfo], Router]
 MakePredictor = Callable[[ModelInfo], LengthPredictor]
+MakeHotPrefixes = Callable[[ModelInfo], HotPrefixes]
 
 
 def make_length_curves(model: ModelInfo) -> LengthPredictor:
@@ -119,10 +124,12 @@ class ClusterConfig:
     Attributes:
         roles: of each replica; empty if all are mixed.
         rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
+        num_standby: so many of the replicas, the last ones, get no requests until another one is lost.
     """
 
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
+    num_standby: int = 0
 
 
 class ReplicaSet(RequestClient):
@@ -141,6 +148,7 @@ class ReplicaSet(RequestClient):
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
         draw: chooses those, and whom `rebalance` moves where.
         make_predictor: makes a predictor of lengths, if the router asks for one.
+        make_hot_prefixes: makes what decides which prefixes other replicas copy; None: they copy none.
         release: what `replicas` were made of; None if there can be no update.
         make_release: called for each rolling update with the setting `model`, returns what makes clients of new engines.
     """
@@ -158,6 +166,7 @@ class ReplicaSet(RequestClient):
         verify_replay: float = 0.0,
         draw: random.Random | None = None,
         make_predictor: MakePredictor = make_length_curves,
+        make_hot_prefixes: MakeHotPrefixes | None = None,
         release: EngineRelease | None = None,
         make_release: Callable[[str], EngineRelease] | None = None,
         clock: Clock | None = None,
@@ -174,9 +183,14 @@ class ReplicaSet(RequestClient):
         self._router: RoleRouter | None = None
         self._make_predictor = make_predictor
         self._lengths: LengthForecasts | None = None
+        self._make_hot_prefixes = make_hot_prefixes
+        self._copies: PrefixCopies | None = None
         self._places: dict[str, int] = {}
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
+        self._standby = set(range(len(self._replicas) - config.num_standby, len(self._replicas)))
+        self._keeper = StandbyKeeper(draw or random.SystemRandom())
+        self._num_promotions = [0 for _ in self._replicas]
         self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
         self._followers = PromptFollowers(self._replicas)
@@ -209,6 +223,7 @@ class ReplicaSet(RequestClient):
         replica.diagnose = partial(self._diagnose, index)
         replica.after_receive = partial(self._follow_up, index)
         replica.after_end = partial(self._forget, index)
+        replica.on_prefix_leased = partial(self._note_leased, index)
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -232,6 +247,10 @@ class ReplicaSet(RequestClient):
         self.connect_routers()
         if self._config.rebalance:
             self._begin(self._rebalance(), "load levelling")
+        if self._copies is not None:
+            self._begin(self._copies.run(), "copies of prefixes")
+        if self._standby:
+            self._begin(self._keep_standby(), "standby")
 
     def connect_routers(self) -> None:
         """Makes the routers for `model`."""
@@ -239,6 +258,9 @@ class ReplicaSet(RequestClient):
         self._router = RoleRouter(make(), make(), self._block_size)
         if self._router.predicts_lengths:
             self._lengths = LengthForecasts(self._make_predictor(self._replicas[0].model))
+        if self._make_hot_prefixes is not None:
+            controller = self._make_hot_prefixes(self._replicas[0].model)
+            self._copies = PrefixCopies(self._replicas, controller, self._with_wanted_weights, self._note_copy, self._clock)
 
     async def drain(self, timeout_s: float) -> None:
         """Drains all engines at once."""
@@ -304,10 +326,17 @@ class ReplicaSet(RequestClient):
         """Requests whose lengths are predicted: those that have not ended, if anything asks for it."""
         return 0 if self._lengths is None else len(self._lengths)
 
+    @property
+    def num_hot_prefixes(self) -> int:
+        """Prefixes that replicas keep under a lease, because others have copies of them."""
+        return 0 if self._copies is None else len(self._copies)
+
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self._snapshot(index) for index in range(len(self._replicas))]
 
     async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
+        if drop and self._copies is not None:
+            self._copies.forget(scope)
         each = await asyncio.gather(
             *(replica.inspect_cache(scope, drop=drop, timeout_s=timeout_s) for replica in self._replicas)
         )
@@ -328,12 +357,15 @@ class ReplicaSet(RequestClient):
             num_sequences=sum(request.num_sequences for request in requests),
             num_expected_tokens=0.0 if self._lengths is None else sum(map(self._lengths.remaining, requests)),
             state=self._state(index, own.state),
-            is_accepting=own.is_accepting and index not in self._draining and index not in self._verifier.odd,
+            is_accepting=own.is_accepting and index not in self._draining | self._verifier.odd | self._standby,
+            is_standby=index in self._standby,
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
             num_migrated=self._num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
+            num_prefix_copies=0 if self._copies is None else self._copies.num_copies[index],
+            num_promotions=self._num_promotions[index],
             role=self._roles[index],
             cost=self._cost_of(index),
             transfer_token_s=self._transfer_time(index),
@@ -349,7 +381,9 @@ class ReplicaSet(RequestClient):
             return own
         if index in self._verifier.odd:
             return "suspicious"
-        return "slow" if self._speeds.is_slow(index) else own
+        if self._speeds.is_slow(index):
+            return "slow"
+        return "standby" if index in self._standby and own == "running" else own
 
     def _transfer_time(self, index: int) -> float:
         """Returns the mean seconds that KV of a token took to come to a replica; 0 if that is unknown, or was long ago."""
@@ -383,6 +417,8 @@ class ReplicaSet(RequestClient):
         self._note_placement(request.request_id, placement)
         if self._lengths is not None:
             self._lengths.add(request)
+        if self._copies is not None:
+            self._copies.note(request, placement.index)
 
     def abort(self, request_id: str) -> None:
         """Aborts a request at its replica."""
@@ -428,12 +464,25 @@ class ReplicaSet(RequestClient):
         unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
         return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
+    def _with_wanted_weights(self) -> list[ReplicaSnapshot]:
+        """Returns the replicas that have the weights of new requests."""
+        wanted = self._wanted or self._replicas[0].fingerprint
+        return [each for each in self.snapshots() if self._replicas[each.index].fingerprint == wanted]
+
+    def _note_leased(self, index: int, reply: PrefixLeased) -> None:
+        if self._copies is not None:
+            self._copies.take_reply(index, reply)
+
+    def _note_copy(self, request: Request, index: int) -> None:
+        if self._router is not None:
+            self._router.note_copy(request, self._snapshot(index))
+
     def _place(self, request: Request) -> RoutingDecision:
         """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why."""
         accepting = self._able()
         if accepting and self._router is not None:
             return self._router.place(request, accepting)
-        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd]
+        others = [i for i in range(len(self._replicas)) if i not in self._draining | self._verifier.odd | self._standby]
         running = [i for i in others if self._replicas[i].closed is None]
         if not others:
             raise EngineError(ALL_DRAINED)
@@ -446,12 +495,15 @@ class ReplicaSet(RequestClient):
 
     def _forget(self, index: int) -> None:
         """Forgets what the engine of a replica had cached, how fast it was, and its shadows: it has ended."""
+        self._promote_standby()
         self._shadow_moves.lose(index)
         self._followers.lose(index)
         self._stored = {place: stored for place, stored in self._stored.items() if place[0] != index}
         self._speeds.forget(index)
         if self._router is not None:
             self._router.forget(index)
+        if self._copies is not None:
+            self._copies.lose(index)
 
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
@@ -638,6 +690,7 @@ class ReplicaSet(RequestClient):
         if index not in self._draining:
             self._actions.note_drain(index)
         self._draining.add(index)
+        self._stand_in(index)
         deadline_s = asyncio.get_running_loop().time() + timeout_s
         while index in self._draining:
             await asyncio.gather(*(self._move_away(request, index) for request in self._replicas[index].request_snapshots()))
@@ -777,6 +830,35 @@ class ReplicaSet(RequestClient):
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
+    async def _keep_standby(self) -> None:
+        """Looks for replicas that were lost while none that stood by was ready."""
+        while True:
+            await asyncio.sleep(STANDBY_EVERY_S)
+            self._promote_standby()
+
+    def _promote_standby(self) -> None:
+        """Has replicas that stand by take the places of those that are gone."""
+        if not self._standby:
+            return
+        for promotion in self._keeper.decide([each for each in self.snapshots() if each.index not in self._draining]):
+            self._promote(promotion.index, promotion.lost)
+            _logger.warning(
+                "replica %d takes the place of replica %d, which stands by when it runs again", promotion.index, promotion.lost
+            )
+
+    def _promote(self, index: int, instead_of: int) -> None:
+        self._standby.discard(index)
+        self._standby.add(instead_of)
+        self._roles[index], self._roles[instead_of] = self._roles[instead_of], self._roles[index]
+        self._num_promotions[index] += 1
+
+    def _stand_in(self, index: int) -> None:
+        """Has one that stands by take the place of a replica that is drained, if no other one accepts requests."""
+        if index in self._standby or any(snapshot.is_accepting for snapshot in self.snapshots()):
+            return
+        if (ready := self._keeper.choose(self.snapshots())) is not None:
+            self._promote(ready, index)
+
     # Events
 
     def _note_speed(self, index: int, event: Event) -> None:
@@ -811,6 +893,8 @@ class ReplicaSet(RequestClient):
                 self._handing_off[index].discard(event.request_id)
         elif isinstance(event, KVLoaded) and not event.tier:
             self._note_load(index, event)
+            if self._copies is not None and self._copies.owns(event):
+                return
         elif isinstance(event, Scheduled) and event.request_id in self._handing_off[index]:
             self._follow_prompt(index, event.request_id)
         for listener in self._listeners:

@@ -107,6 +107,11 @@ class RoleRouter:
         decoders = [replica for replica in replicas if replica.can_decode]
         return self._decode.pick_decoder(request, decoders) if decoders else None
 
+    def note_copy(self, request: Request, replica: ReplicaSnapshot) -> None:
+        """Called when a replica has loaded KV of a request's prompt from another one, and keeps it."""
+        self._prefill.note_copy(request, replica)
+        self._decode.note_copy(request, replica)
+
     def forget(self, index: int) -> None:
         """Called when a replica's engine has ended."""
         self._prefill.forget(index)

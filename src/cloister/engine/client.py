@@ -40,9 +40,12 @@ from cloister.types.events import (
     HoldKV,
     InspectCache,
     KVSource,
+    LeasePrefix,
     Outputs,
     PrefetchKV,
+    PrefixLeased,
     Ready,
+    RenewPrefix,
     Shutdown,
     Stepped,
     Submit,
@@ -301,6 +304,7 @@ class EngineClient(RequestClient):
         kv_endpoint: where other engines load KV of its engine from; None if they cannot, or none runs.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
         after_end: called when an engine has ended, before `rescue`: what it had cached is gone. None if nobody wants to know.
+        on_prefix_leased: called when its engine has leased a prefix, or such a lease has ended. None if nobody wants to know.
     """
 
     adapters: AdapterCalls
@@ -314,6 +318,7 @@ class EngineClient(RequestClient):
         self.kv_endpoint: str | None = None
         self.after_receive: Callable[[], None] | None = None
         self.after_end: Callable[[], None] | None = None
+        self.on_prefix_leased: Callable[[PrefixLeased], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
         self.adapters = AdapterCalls(self._call)
@@ -535,6 +540,16 @@ class EngineClient(RequestClient):
         """Ends what `prefetch` began: the request does not come."""
         self._send(CancelPrefetch(request_id))
 
+    def lease_prefix(self, request: Request, lease_s: float, source: str | None = None) -> None:
+        """Has the engine lease the prefix of a request, or load a copy from the endpoint `source`; `on_prefix_leased` says when
+        it has, and when that lease has ended (`types.events.LeasePrefix`)."""
+        where = None if source is None else KVSource(source)
+        self._send(LeasePrefix(request.request_id, request, lease_s, where))
+
+    def renew_prefix(self, name: str, lease_s: float) -> None:
+        """Has a lease of a prefix last for so long from now on; 0: ends it."""
+        self._send(RenewPrefix(name, lease_s))
+
     def hold(self, request_id: str) -> None:
         """Has the engine keep the KV that a request has so far, until another engine has loaded it."""
         if self.kv_endpoint is not None:
@@ -580,7 +595,7 @@ class EngineClient(RequestClient):
 
     def detach(self) -> None:
         """Tells nobody of anything any more: another client has its place."""
-        self.rescue = self.diagnose = self.after_receive = self.after_end = None
+        self.rescue = self.diagnose = self.after_receive = self.after_end = self.on_prefix_leased = None
         self._requests.unsubscribe_all()
 
     # Messages
@@ -594,6 +609,9 @@ class EngineClient(RequestClient):
         for reply in message.replies:
             if isinstance(reply, CacheReply):
                 self._cache_calls.deliver(reply.call_id, reply)
+            elif isinstance(reply, PrefixLeased):
+                if self.on_prefix_leased is not None:
+                    self.on_prefix_leased(reply)
             else:
                 self.adapters.deliver(reply)
         if self.after_receive is not None:

@@ -34,9 +34,12 @@ from cloister.types.events import (
     FrontMessage,
     HoldKV,
     InspectCache,
+    LeasePrefix,
     LoadAdapter,
     Outputs,
     PrefetchKV,
+    PrefixLeased,
+    RenewPrefix,
     Shutdown,
     Stepped,
     Submit,
@@ -264,7 +267,9 @@ class EngineCore:
         for event in events:
             if isinstance(event, Ended) and event.last:
                 self._clear_up()
-        replies: list[AdapterReply | CacheReply] = [*self.adapters.replies, *self._cache_replies]
+        replies: list[AdapterReply | CacheReply | PrefixLeased] = [
+            *self.adapters.replies, *self._cache_replies, *self._scheduler.prefix_leases.take_news(),
+        ]  # fmt: skip
         self.adapters.replies, self._cache_replies = [], []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
         if not (events or replies):
@@ -296,6 +301,10 @@ class EngineCore:
                     self._transfer.prefetch(message, now)
             case CancelPrefetch(request_id):
                 self._scheduler.kv_loads.cancel_prefetch(request_id, now)
+            case LeasePrefix():
+                self._lease_prefix(message, now)
+            case RenewPrefix(name, lease_s):
+                self._scheduler.prefix_leases.renew(name, lease_s, now)
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
@@ -307,6 +316,15 @@ class EngineCore:
                 self._cache_replies.append(CacheReply(call_id, places))
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
+
+    def _lease_prefix(self, message: LeasePrefix, now: float) -> None:
+        leases = self._scheduler.prefix_leases
+        if self._transfer is None:
+            leases.refuse(message.name)
+            return
+        if message.source is not None:
+            self._transfer.load_from(message.name, message.source)
+        leases.lease(message.request, message.lease_s, now, is_copy=message.source is not None)
 
     def _report_cache(self, scope: Scope, now: float) -> list[CacheUsage]:
         pool = self._scheduler.pool

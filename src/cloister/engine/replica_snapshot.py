@@ -8,13 +8,14 @@ from typing import Final, Literal, get_args
 Role = Literal["mixed", "prefill", "decode"]
 """What a replica computes: whole requests, their prompts only, or their answers after the first token."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-ReplicaState = Literal["lost", "starting", "draining", "drained", "stalled", "suspicious", "slow", "idle", "running"]
+ReplicaState = Literal["lost", "starting", "draining", "drained", "stalled", "suspicious", "slow", "standby", "idle", "running"]
 """How a replica is, of several that apply the first one here:
 
 - lost: its engine died too often and is not started again; starting: its engine is started, or started again;
 - draining, drained: it gets no new requests, and still has some, or none;
 - stalled: requests wait, and its engine makes no step;
 - suspicious: it computed other tokens than two others (`cluster.replay`); slow: as `cluster.health` finds;
+- standby: it is ready, and gets no requests until another one is lost (`cluster.standby`);
 - idle: no engine runs, and a request starts one; running: all is well.
 """
 NOT_WELL: Final[frozenset[ReplicaState]] = frozenset({"lost", "starting", "draining", "drained", "stalled", "suspicious"})
@@ -44,6 +45,7 @@ class ReplicaSnapshot:
         num_routed: requests that it was given so far.
         num_migrated: requests among those that were moved to it while they ran.
         num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
+        num_prefix_copies: copies of hot prefixes among those loads (`cluster.hot_prefixes`).
         capacity: its speed relative to the others.
         role: what it computes.
         cost: the times of its steps.
@@ -51,6 +53,8 @@ class ReplicaSnapshot:
         slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
         is_slow: it gets no requests because of that.
         num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
+        is_standby: it gets no requests until another replica is lost.
+        num_promotions: how often it took the place of another one.
         pid: process id of its engine, if that is a process of this machine.
     """
 
@@ -70,6 +74,7 @@ class ReplicaSnapshot:
     num_routed: int = 0
     num_migrated: int = 0
     num_kv_loads: int = 0
+    num_prefix_copies: int = 0
     capacity: float = 1.0
     role: Role = "mixed"
     cost: StepCoefficients = (0.0, 0.0, 0.0, 0.0)
@@ -77,6 +82,8 @@ class ReplicaSnapshot:
     slowness: float = 1.0
     is_slow: bool = False
     num_mismatches: int = 0
+    is_standby: bool = False
+    num_promotions: int = 0
     pid: int | None = None
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:

@@ -8,7 +8,7 @@ sequence needs them: nobody waits for a lease.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -33,10 +33,14 @@ class Leases:
     Args:
         pool: pool of the blocks.
         cache: where they are cached.
+
+    Attributes:
+        on_end: called with the name of each lease that has ended.
     """
 
     def __init__(self, pool: BlockPool, cache: PrefixCache) -> None:
         self._pool, self._cache = pool, cache
+        self.on_end: Callable[[str], None] = lambda name: None
         self.by_name: dict[str, _Lease] = {}
         self._num_leases: Counter[int] = Counter()  # by block
         self._num_held = [0] * pool.num_groups  # blocks of each group with a lease
@@ -81,6 +85,10 @@ class Leases:
             lease.ending_keys.append(list(keys))
         return table
 
+    def renew(self, name: str, until_s: float) -> None:
+        """Sets when a lease ends that has not ended yet."""
+        self.by_name[name].until_s = until_s
+
     def drop(self, name: str) -> None:
         """Ends a lease, if it has not ended."""
         lease = self.by_name.pop(name, None)
@@ -95,6 +103,7 @@ class Leases:
             self._pool.release(reversed(_blocks(table)))  # so that the prefix cache gets leaves before their parents
         for keys in lease.ending_keys:
             self._cache.discard(keys)
+        self.on_end(name)
 
     def drop_one(self) -> bool:
         """Ends the lease that would end first, because its blocks are needed; returns False if there is none."""

@@ -10,7 +10,7 @@ A state is like a window of one entry: a node has one only where a sequence left
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
 from cloister.kv.kept_blocks import KeptBlocks
@@ -31,7 +31,9 @@ PREFIX_CACHE_THREAT = ThreatProfile(
 
 
 class _Node:
-    __slots__ = ("blocks", "entry", "expires", "key", "last_used", "num_children", "offered", "owner", "parent", "root")
+    __slots__ = (
+        "blocks", "entry", "expires", "is_copy", "key", "last_used", "num_children", "offered", "owner", "parent", "root",
+    )  # fmt: skip
 
     def __init__(
         self, key: bytes, entry: int, num_groups: int, parent: _Node | None, root: bytes, owner: bytes | None, expires: bool
@@ -39,6 +41,7 @@ class _Node:
         self.key = key
         self.entry = entry
         self.root, self.owner, self.expires = root, owner, expires
+        self.is_copy = False  # of a prefix of another engine: it goes with its lease
         self.blocks = [NO_BLOCK] * num_groups
         self.parent = parent
         self.num_children = 0
@@ -193,6 +196,7 @@ class PrefixCache:
         *,
         expires: bool = False,
         documents: Documents | None = None,
+        is_copy: bool = False,
     ) -> None:
         """Caches the entries [start, len(keys)) of a block table in use by the caller under their keys.
 
@@ -203,6 +207,7 @@ class PrefixCache:
             documents: parts of the prompt that are encoded separately, each a branch of its own behind the prefix.
             owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
                 may be evicted for any request.
+            is_copy: until `revoke`.
 
         If a key is already cached (two equal prompts were computed concurrently), the cache keeps its own block, and none of
         the caller's blocks from that entry on. So a sequence that uses a kept block also uses all earlier blocks of the chain:
@@ -231,7 +236,8 @@ class PrefixCache:
                     if full is not None:
                         return
                     continue
-            elif num_groups > 1 or full is None:
+                node.is_copy = is_copy and keys[i] not in self._pinned
+            elif (num_groups > 1 or full is None) and (not is_copy or node.is_copy):  # it is not charged to the node's owner
                 self._complete(node, entry)
             node.last_used = self._tick
             if full is not None and node.blocks[full] != entry[full]:
@@ -333,6 +339,33 @@ class PrefixCache:
             self._remove(self._nodes[key])
         if self.tiers is not None:
             self.tiers.forget(root)
+
+    def revoke(self, keys: Collection[bytes]) -> None:
+        """Drops the copies under these keys and everything that continues them. Blocks that are in use become free when they
+        are released."""
+        gone = {key for key in keys if (node := self._nodes.get(key)) is not None and node.is_copy}
+        for root in {self._nodes[key].root for key in gone}:
+            known = dict.fromkeys(key for _, key in self.kept.blocks_of(root))
+            for key in known:
+                self._note_gone(self._nodes[key], gone)
+            for key in reversed(known):
+                if key in gone:
+                    self._remove(self._nodes[key])
+
+    def _note_gone(self, node: _Node, gone: set[bytes]) -> None:
+        """Adds a node to those that go, if it continues one of them."""
+        path = []
+        above: _Node | None = node
+        while above is not None and above.key not in gone:
+            path.append(above.key)
+            above = above.parent
+        if above is not None:
+            gone.update(path)
+
+    @property
+    def copied_keys(self) -> set[bytes]:
+        """The keys of all copies."""
+        return {key for key, node in self._nodes.items() if node.is_copy}
 
     def check(self) -> None:
         """Raises AssertionError unless nodes, blocks and children agree."""

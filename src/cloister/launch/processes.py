@@ -18,13 +18,14 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
-    from cloister.cluster.replica_set import MakeRouter
+    from cloister.cluster.replica_set import MakeHotPrefixes, MakeRouter
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
     from cloister.engine.child_process import ProcessHandle
     from cloister.engine.fork_server import ForkServer
     from cloister.engine.kv_pool import KVPool
+    from cloister.engine.replica_snapshot import Role
     from cloister.types.request import ModelInfo
 
 
@@ -89,7 +90,6 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import ClusterConfig
-    from cloister.cluster.roles import assign_roles
     from cloister.cluster.rolling_update import EngineRelease
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
@@ -109,18 +109,26 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
 
     release = release_of(each, fork_server)
     clients = [release.make(index, config.lora) for index in range(front.replicas)]
-    roles = assign_roles(front.replicas, front.prefill, front.decode)
     replicas = ReplicaSet(
         clients,
         _router_maker(config, front),
-        ClusterConfig(tuple(roles), front.rebalance),
+        ClusterConfig(_roles_of(front), front.rebalance, front.standby),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        make_hot_prefixes=_hot_prefixes_maker(config, front),
         release=release,
         make_release=make_release,
     )
     return replicas
+
+
+def _roles_of(front: ServerConfig) -> tuple[Role, ...]:
+    """Returns the role of each replica; those that stand by have one when they take a place."""
+    from cloister.cluster.roles import assign_roles
+
+    waiting: list[Role] = ["mixed"] * front.standby
+    return (*assign_roles(front.replicas - front.standby, front.prefill, front.decode), *waiting)
 
 
 def _release_config(config: EngineConfig, model: str, served: ModelInfo) -> EngineConfig:
@@ -159,7 +167,6 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.replica_set import ClusterConfig
-    from cloister.cluster.roles import assign_roles
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
     from cloister.engine.identity import Identity
@@ -191,15 +198,15 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         return EngineRelease(own.model, partial(make, own), config.request_timeout_s)
 
     release = release_of(config)
-    roles = assign_roles(front.replicas, front.prefill, front.decode)
     replicas = PlacedReplicas(
         [release.make(index, config.lora) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
-        ClusterConfig(tuple(roles), front.rebalance),
+        ClusterConfig(_roles_of(front), front.rebalance, front.standby),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
+        make_hot_prefixes=_hot_prefixes_maker(config, front),
         release=release,
         make_release=make_release,
     )
@@ -219,6 +226,16 @@ def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:
         return make(RouterContext(keys, random.SystemRandom(), front.max_ttft_s))
 
     return make_router
+
+
+def _hot_prefixes_maker(config: EngineConfig, front: ServerConfig) -> MakeHotPrefixes | None:
+    """Returns what makes the controller of copies; None if there are none."""
+    if not front.replicate_hot_prefixes:
+        return None
+    from cloister.cluster.hot_prefixes import HotPrefixes
+    from cloister.kv import PrefixKeys
+
+    return lambda model: HotPrefixes(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom())
 
 
 def _start_sealed_engine(far: socket.socket) -> ProcessHandle:

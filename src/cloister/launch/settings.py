@@ -253,6 +253,26 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
     if server.verify_replay and config.numerics != "exact":
         raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
+    if server.standby and server.standby >= server.replicas:
+        raise ConfigError(
+            f"standby says how many of the replicas wait; set replicas to {server.standby + 1} or more, or leave it out",
+            param="standby",
+        )
+    if server.standby and server.idle_timeout_s is not None:
+        raise ConfigError(
+            "engines that stand by are never asked, and would end as idle; leave standby or idle_timeout_s out", param="standby"
+        )
+    if server.replicate_hot_prefixes and server.replicas == 1:
+        raise ConfigError(
+            "replicate_hot_prefixes copies KV between replicas; set replicas to 2 or more, or leave it out",
+            param="replicate_hot_prefixes",
+        )
+    if server.replicate_hot_prefixes and config.kv_transfer is None:
+        where = "shm" if server.on == LOCAL else "shm,tls"
+        raise ConfigError(
+            f"replicate_hot_prefixes copies KV between replicas; set kv_transfer to {where}, or leave it out",
+            param="replicate_hot_prefixes",
+        )
     for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
         if asked and server.sealed:
             raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)
@@ -280,7 +300,7 @@ def _check_roles(server: ServerConfig) -> None:
     given = [name for name in ("prefill", "decode", "rebalance") if getattr(server, name)]
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
-    assign_roles(server.replicas, server.prefill, server.decode)
+    assign_roles(server.replicas - server.standby, server.prefill, server.decode)
 
 
 def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
@@ -325,6 +345,8 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
+            "hot-prefixes": Use(server.config.replicate_hot_prefixes, "setting `replicate_hot_prefixes`"),
+            "standby": Use(server.config.standby > 0, "setting `standby`"),
             "placed-replicas": Use(server.config.on != LOCAL, f"setting `on` {server.config.on}"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
@@ -370,7 +392,7 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: S
     if engine.config.num_threads is None and server.ray_address is not None:
         chosen["num_threads"] = (None, "CPUs of the Ray cluster, divided among its replicas")
     elif engine.config.num_threads is None:
-        num_replicas = server.replicas
+        num_replicas = max(1, server.replicas - server.standby)  # those that stand by compute nothing
         why = f"CPUs that this process may use ({machine.num_cpus})"
         why += f", divided among {num_replicas} replicas" if num_replicas > 1 else ""
         chosen["num_threads"] = (max(1, machine.num_cpus // num_replicas), why)

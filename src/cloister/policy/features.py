@@ -99,6 +99,14 @@ _DOCUMENTS_BY_SCOPE = mitigate(
     "schemas are kept for their tenant only, and only where responses are; replies say how many tokens were encoded separately"
 )
 _COPIES_STAY = refuse(row_of("offload").rulings[Profile.PRIVATE].text)
+_DRAWN_STANDBY = mitigate(
+    "only an engine that has ended loses its place, as it would its requests anyway; who takes it is drawn at random"
+)
+_COPIES_LEASED = mitigate(
+    "copies share one lease with the original: they end together, and their keys are revoked together; a copy is found inside "
+    "its scope only; an eighth of the memory for all of them, and a running request takes it"
+)
+_STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
 _STEERED_BY_TIMES = refuse(
@@ -386,6 +394,20 @@ _FEATURES: Final = (
         instead="leave the setting `rebalance` out",
     ),
     _feature(
+        "hot-prefixes",
+        row="duplication",
+        setting="replicate_hot_prefixes",
+        title="Copies of hot prefixes",
+        does="copies the KV of beginnings that many requests share to replicas with less to do",
+        endangers="KV of a scope is on more replicas, and others' requests decide on which",
+        part="load",
+        open=allow(ONE_USER),
+        team=_COPIES_LEASED,
+        private=_STEERED,
+        paranoid=_STEERED,
+        instead="leave the setting `replicate_hot_prefixes` out; replicas compute what they need",
+    ),
+    _feature(
         "kv-transfer",
         row="disaggregation",
         setting="kv_transfer",
@@ -474,6 +496,20 @@ _FEATURES: Final = (
         private=_COPIES_STAY,
         paranoid=refuse("KV never leaves the device"),
         instead="leave `kv_tier` out, or set it to shared:SIZE or host:SIZE if the profile allows that",
+    ),
+    _feature(
+        "standby",
+        row="router",
+        setting="standby",
+        title="Replicas that stand by",
+        does="keeps replicas ready that get no requests until another one is lost",
+        endangers="who can kill a replica has its place taken by one that got no requests before",
+        part="standby",
+        open=allow(ONE_USER),
+        team=_DRAWN_STANDBY,
+        private=_DRAWN_STANDBY,
+        paranoid=_DRAWN_STANDBY,
+        instead="leave the setting `standby` out",
     ),
     _feature(
         "slow-replicas",

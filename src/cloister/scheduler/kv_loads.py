@@ -12,7 +12,7 @@ token, and waits for what is missing then. Room for the whole prompt is promised
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
@@ -58,6 +58,7 @@ class KVLoad:
         tier: name of the tier that it comes from; empty for another engine.
         num_promised: blocks of each group that it still needs, if it comes from a tier or follows a prompt.
         follows: it follows a prompt that another engine is computing.
+        is_copy: it brings a copy of a prefix, for a lease.
         awaited_s: since when its request waits for it, if it follows a prompt.
     """
 
@@ -68,6 +69,7 @@ class KVLoad:
         "follows",
         "is_alone",
         "is_complete",
+        "is_copy",
         "is_open",
         "keys",
         "next_entry",
@@ -99,7 +101,7 @@ class KVLoad:
         self.transfer_s: float | None = None
         self.tier = ""
         self.num_promised: list[int] = []
-        self.follows = False
+        self.follows = self.is_copy = False
         self.awaited_s: float | None = None
 
     def asks_for(self, header: KVHeader) -> bool:
@@ -125,6 +127,7 @@ class KVLoads:
             of its own. `forgo` lowers it.
         cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
             tier the engine must end.
+        on_copied: called with name and end of each load of a copy, before its blocks are released.
     """
 
     def __init__(self, requests: RequestTable) -> None:
@@ -132,6 +135,7 @@ class KVLoads:
         self.overhead_s = 0.0
         self.cancelled: list[str] = []
         self.cancelled_reads: list[str] = []
+        self.on_copied: Callable[[KVLoad, float], None] = lambda load, now: None
         self._requests = requests
         self._pool = requests.pool
         self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
@@ -208,6 +212,13 @@ class KVLoads:
         """Begins a load for a request that may come later."""
         keys, root, owner = self._requests.chain_of(request, token_ids)
         self._ask(KVLoad(request, None, keys, root, owner, now), now)
+
+    def copy(self, request: Request, now: float) -> None:
+        """Begins a load of a prefix that another engine has leased. It is charged to no scope's share of the cache."""
+        keys, root, _ = self._requests.chain_of(request, request.token_ids)
+        load = KVLoad(request, None, keys, root, None, now)
+        load.is_copy = True
+        self._ask(load, now)
 
     def follow(self, request: Request, now: float) -> None:
         """Begins a load of a prompt that another engine is computing, if there is room for all of it."""
@@ -321,9 +332,10 @@ class KVLoads:
                 load.deadline_s = now + FOLLOW_TIMEOUT_S
             if load.is_open and cache is not None:
                 scope = load.request.scope
-                root, expires = kept_root(scope, load.root), scope.lifetime_s is not None
-                cache.insert(load.keys[: entry + 1], load.table, entry, root, load.owner, expires=expires)
-                if scope.lifetime_s is not None:
+                root, expires = kept_root(scope, load.root), scope.lifetime_s is not None and not load.is_copy
+                keys = load.keys[: entry + 1]
+                cache.insert(keys, load.table, entry, root, load.owner, expires=expires, is_copy=load.is_copy)
+                if scope.lifetime_s is not None and expires:
                     cache.renew(load.root, now + scope.lifetime_s)
             self._settle_in_flight(load, now)
 
@@ -444,7 +456,9 @@ class KVLoads:
             )
         )
         if load.state is None:
-            if table.leases is not None:
+            if load.is_copy:
+                self.on_copied(load, now)
+            elif table.leases is not None:
                 is_only = load.request.scope.kind is ScopeKind.REQUEST
                 table.leases.take(_prefetched(name), load.keys, now + PREFETCH_HOLD_S, of_one_request=is_only)
             self._release(load)

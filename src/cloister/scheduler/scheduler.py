@@ -34,6 +34,7 @@ from cloister.scheduler.kv_restores import KVRestores, TierRead
 from cloister.scheduler.layerwise import LayerwisePrompts
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies import POLICIES, EngineView
+from cloister.scheduler.prefix_leases import PrefixLeases
 from cloister.scheduler.request_table import RequestTable, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
@@ -99,6 +100,7 @@ class Scheduler:
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
         leases: cached blocks that stay for other engines; None without a prefix cache.
         kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
+        prefix_leases: prefixes that the front has leased here, copies among them.
         kv_restores: KV that comes back from tiers; None without them (`use_tiers`).
         answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
             output.
@@ -160,6 +162,7 @@ class Scheduler:
         self.answers = self._requests.answers
         self.leases = self._requests.leases
         self.kv_loads = KVLoads(self._requests)
+        self.prefix_leases = PrefixLeases(self._requests, self.kv_loads)
         self._prefilled: list[SequenceRecord] = []  # of this step, with a token that another engine goes on from
         self.kv_exports = KVExports(self._requests)
         self.kv_restores: KVRestores | None = None
@@ -340,6 +343,7 @@ class Scheduler:
     def forget(self, scope: Scope, now: float) -> None:
         """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""
         roots = self._requests.roots_of(scope)
+        self.prefix_leases.forget(roots)
         self._requests.forget(roots)
         self.kv_loads.forget(roots, now)
 

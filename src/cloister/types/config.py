@@ -220,6 +220,14 @@ class ServerConfig:
     rebalance: bool = setting(
         False, "Move running requests from busy replicas to idle ones, and flip roles, as the load changes."
     )
+    standby: int = setting(
+        0, "Replicas among these that are ready and get no requests until another one is lost.", low=0, high=255
+    )
+    replicate_hot_prefixes: bool = setting(
+        False,
+        "Copy the KV of beginnings that many requests share from the replica that has it to replicas with less to do; needs"
+        " kv_transfer.",
+    )
     max_ttft_s: float | None = setting(
         None,
         "Refuse requests (429) whose first token would come later than this, as the router `conductor` predicts; unset, later"

@@ -274,6 +274,45 @@ class CancelPrefetch(msgspec.Struct, frozen=True, tag=True):
     request_id: str
 
 
+class LeasePrefix(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: keep KV of the beginning of a prompt under a lease (decisions/0052). The reply is `PrefixLeased`.
+
+    Attributes:
+        name: of the lease.
+        request: a request that begins with the prefix and ends one token behind it, whose id is `name`. It is not added.
+        lease_s: the lease ends after this time, unless it is renewed.
+        source: where to load it from: then this is a copy, which counts against no scope's share of the cache and goes with the
+            lease. None: only what is cached here is kept.
+    """
+
+    name: str
+    request: Request
+    lease_s: float
+    source: KVSource | None = None
+
+    def __repr__(self) -> str:
+        """Shows no content (nothing a user sent is logged)."""
+        return f"LeasePrefix(num_tokens={len(self.request.token_ids) - 1})"
+
+
+class RenewPrefix(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: the lease `name` ends so many seconds from now; 0 ends it at once."""
+
+    name: str
+    lease_s: float
+
+
+class PrefixLeased(msgspec.Struct, frozen=True, tag=True):
+    """Engine to front, in `Outputs`: a lease of a prefix has begun, or has ended though the front did not end it.
+
+    Attributes:
+        num_tokens: of the prefix that are leased; 0: there is no such lease (any more).
+    """
+
+    name: str
+    num_tokens: int
+
+
 class LoadAdapter(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: read the adapter in the directory `path`."""
 
@@ -373,10 +412,22 @@ class Outputs(msgspec.Struct, frozen=True, tag=True):
 
     outputs: list[SequenceOutput]
     events: list[Event]
-    replies: list[AdapterReply | CacheReply] = []
+    replies: list[AdapterReply | CacheReply | PrefixLeased] = []
 
 
-FrontMessage = Submit | Abort | HoldKV | PrefetchKV | CancelPrefetch | LoadAdapter | UnloadAdapter | InspectCache | Shutdown
+FrontMessage = (
+    Submit
+    | Abort
+    | HoldKV
+    | PrefetchKV
+    | CancelPrefetch
+    | LeasePrefix
+    | RenewPrefix
+    | LoadAdapter
+    | UnloadAdapter
+    | InspectCache
+    | Shutdown
+)
 EngineMessage = Ready | Failed | Outputs
 
 ABORTED: Final = "the request was ended before its answer was complete: its client disconnected, or the server is shutting down"

@@ -20,10 +20,10 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "prefix_cache", "kv_tier", "kv_tier_codec", "kv_tier_admission",
     ),
     "scheduling": (
-        "replicas", "router", "prefill", "decode", "rebalance", "max_ttft_s", "kv_transfer", "slow_replicas", "verify_replay",
-        "on", "ray_address", "scheduler", "max_num_seqs", "max_n", "max_batched_tokens", "target_step_ms", "max_stall",
-        "stall_floor_ms", "max_waiting", "stall_timeout_s", "request_timeout_s", "default_max_tokens", "fork_server",
-        "idle_timeout_s", "idle_keeps",
+        "replicas", "router", "prefill", "decode", "rebalance", "standby", "replicate_hot_prefixes", "max_ttft_s",
+        "kv_transfer", "slow_replicas", "verify_replay", "on", "ray_address", "scheduler", "max_num_seqs", "max_n",
+        "max_batched_tokens", "target_step_ms", "max_stall", "stall_floor_ms", "max_waiting", "stall_timeout_s",
+        "request_timeout_s", "default_max_tokens", "fork_server", "idle_timeout_s", "idle_keeps",
     ),
     "speculation": ("speculate", "draft_model", "draft_tokens", "datastore"),
     "privacy": (

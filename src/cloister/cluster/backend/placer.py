@@ -24,7 +24,7 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.remote.placement import Place
-from cloister.cluster.replica_set import ClusterConfig, MakeRouter, ReplicaSet
+from cloister.cluster.replica_set import ClusterConfig, MakeHotPrefixes, MakeRouter, ReplicaSet
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.engine.client import EngineClient
 from cloister.types.errors import EngineError
@@ -405,6 +405,7 @@ class PlacedReplicas(ReplicaSet):
         *,
         avoids_slow: bool,
         verify_replay: float = 0.0,
+        make_hot_prefixes: MakeHotPrefixes | None = None,
         release: EngineRelease | None = None,
         make_release: Callable[[str], EngineRelease] | None = None,
     ) -> None:
@@ -415,6 +416,7 @@ class PlacedReplicas(ReplicaSet):
             block_size,
             avoids_slow=avoids_slow,
             verify_replay=verify_replay,
+            make_hot_prefixes=make_hot_prefixes,
             release=release,
             make_release=make_release,
         )

@@ -78,6 +78,9 @@ class Router(Protocol):
         """Returns how many tokens of a prompt a replica has probably cached."""
         return 0
 
+    def note_copy(self, request: Request, replica: ReplicaSnapshot) -> None:
+        """Called when a replica has loaded KV of a request's prompt from another one, and keeps it."""
+
     def forget(self, index: int) -> None:
         """Called when a replica's engine has ended: its cache is empty."""
 

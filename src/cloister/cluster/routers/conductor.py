@@ -82,6 +82,9 @@ class Conductor(Router):
     def count_cached(self, request: Request, index: int) -> int:
         return self._prompts.match(request, [index])[index]
 
+    def note_copy(self, request: Request, replica: ReplicaSnapshot) -> None:
+        self._prompts.add(request, replica)
+
     def forget(self, index: int) -> None:
         self._prompts.forget(index)
 

@@ -51,6 +51,9 @@ class PrefixAware(Router):
     def count_cached(self, request: Request, index: int) -> int:
         return self._prompts.match(request, [index])[index]
 
+    def note_copy(self, request: Request, replica: ReplicaSnapshot) -> None:
+        self._prompts.add(request, replica)
+
     def forget(self, index: int) -> None:
         self._prompts.forget(index)
         for key in [key for key, last in self._last_of.items() if last == index]:

@@ -175,6 +175,8 @@ def leftovers_of_front(front: RequestClient) -> list[str]:
         left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
     if front.num_followed:
         left.append(f"the front still has {front.num_followed} prompts that are followed")
+    if front.num_hot_prefixes:
+        left.append(f"the front still has leases of {front.num_hot_prefixes} prefixes")
     if front.num_shadows:
         left.append(f"the front still has {front.num_shadows} shadows of requests")
     if front.num_places:

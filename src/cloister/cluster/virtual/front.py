@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from cloister.cluster.replica_set import ClusterConfig, MakePredictor, ReplicaSet, make_length_curves
+from cloister.cluster.replica_set import ClusterConfig, MakeHotPrefixes, MakePredictor, ReplicaSet, make_length_curves
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
@@ -59,6 +59,7 @@ def make_front(
     amend: Callable[[int, FrontMessage], list[FrontMessage]] = _send_as_it_is,
     make_predictor: MakePredictor = make_length_curves,
     make_host: Callable[[int, str], Host] | None = None,
+    make_hot_prefixes: MakeHotPrefixes | None = None,
 ) -> VirtualFront:
     """Returns a front, which has not been started.
 
@@ -68,6 +69,7 @@ def make_front(
         supervise: makes the supervision of an engine.
         amend: returns what is sent in place of a message to a replica.
         make_predictor: makes what predicts lengths of answers, for routers that use it.
+        make_hot_prefixes: makes what decides which prefixes replicas copy; None: they copy none.
         make_host: makes a machine for a replica with these weights, for updates; None: there are none.
     """
     engine = EngineConfig(
@@ -95,6 +97,7 @@ def make_front(
         verify_replay=verify_replay,
         draw=draw,
         make_predictor=make_predictor,
+        make_hot_prefixes=make_hot_prefixes,
         clock=clock,
         release=None if make_host is None else make_release(OLD_WEIGHTS),
         make_release=make_release,

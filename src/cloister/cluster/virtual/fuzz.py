@@ -128,7 +128,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         faults = tuple(replace(fault, replica=min(fault.replica, last - 1)) for fault in scenario.faults)
         operations = tuple(replace(each, replica=min(each.replica, last - 1)) for each in scenario.operations)
         roles = scenario.roles[:last]
-        yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles)
+        num_standby = min(scenario.num_standby, last - 1)
+        yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles, num_standby=num_standby)
     for number, operation in enumerate(scenario.operations):
         if operation.trouble != "none":
             plain = replace(operation, trouble="none")
@@ -139,6 +140,10 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, roles=())
     if scenario.rebalance:
         yield replace(scenario, rebalance=False)
+    if scenario.num_standby:
+        yield replace(scenario, num_standby=0)
+    if scenario.copies_prefixes:
+        yield replace(scenario, copies_prefixes=False)
     if scenario.verify_replay:
         yield replace(scenario, verify_replay=0.0)
     if scenario.length_error != "none":

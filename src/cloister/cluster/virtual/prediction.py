@@ -8,6 +8,7 @@ import random
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
+from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape, make_engine
@@ -17,7 +18,9 @@ from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.engine.replica_snapshot import Role
+from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
+from cloister.types.request import ModelInfo
 
 DRAIN_S = 5.0
 
@@ -33,6 +36,7 @@ class ClusterShape:
         delay_s: of a message between front and engine, one way.
         moves_kv: engines load KV from each other.
         entry_s: time that an entry of KV takes from one engine to another.
+        copies_prefixes: hot prefixes are copied to other replicas.
         part_entries: entries that an engine copies between two steps.
     """
 
@@ -43,6 +47,7 @@ class ClusterShape:
     moves_kv: bool = False
     entry_s: float = 0.0
     part_entries: int = PART_ENTRIES
+    copies_prefixes: bool = False
 
 
 @contextlib.asynccontextmanager
@@ -70,7 +75,19 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
         )
         for index in range(len(shape.roles))
     ]
-    front = make_front(hosts, shape.engine, shape.router, ClusterConfig(shape.roles), draw=draw, clock=loop.clock)
+
+    def make_hot_prefixes(model: ModelInfo) -> HotPrefixes:
+        return HotPrefixes(PrefixKeys(model.fingerprint, shape.engine.block_size), draw)
+
+    front = make_front(
+        hosts,
+        shape.engine,
+        shape.router,
+        ClusterConfig(shape.roles),
+        draw=draw,
+        clock=loop.clock,
+        make_hot_prefixes=make_hot_prefixes if shape.copies_prefixes else None,
+    )
     await front.replicas.start()
     try:
         yield front.replicas

@@ -11,7 +11,7 @@ from cloister.engine.replica_snapshot import ROLES, Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
 LengthError = Literal["none", "noise", "zero", "hundredfold", "either"]
-OperationKind = Literal["migrate", "drain", "flip", "update"]
+OperationKind = Literal["migrate", "drain", "flip", "update", "forget"]
 UpdateTrouble = Literal["none", "start", "front", "step"]
 LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
@@ -29,6 +29,10 @@ SCHEDULER_SHARE: Final = 0.5
 MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
+STANDBY_SHARE: Final = 0.15
+"""Share of the clusters of several replicas in which one of them stands by."""
+COPIED_SHARE: Final = 0.25
+"""Share of the clusters of several replicas in which hot prefixes are copied; a quarter of it where KV moves anyway."""
 UPDATED_SHARE: Final = 0.2
 """Share of the clusters of several replicas in which replicas get new engines."""
 UPDATE_SPAN_S: Final = 4.0
@@ -96,7 +100,8 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
-            `flip`: the role of `replica` becomes `role`. `update`: all replicas get new engines.
+            `flip`: the role of `replica` becomes `role`. `update`: all replicas get new engines. `forget`: the tenant of `job`
+            drops what is cached of it.
         weights: of these (`EngineShape.weights`); None: the same as before.
         trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
@@ -122,6 +127,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         scheduler: in which order engines compute requests.
         roles: of each replica; empty if all are mixed.
         rebalance: load is levelled all the time.
+        copies_prefixes: hot prefixes are copied to other replicas.
+        num_standby: so many of the replicas get no requests until another one is lost.
         moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
         damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
@@ -138,6 +145,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     scheduler: str = "fcfs"
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
+    copies_prefixes: bool = False
+    num_standby: int = 0
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_waiting: int = 16
@@ -164,8 +173,37 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     draw = random.Random(f"moves {seed}")
     if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
         drawn = _move_one(drawn, draw)
+    draw = random.Random(f"standby {seed}")
+    if drawn.num_replicas > 1 and drawn.idle_timeout_s is None and draw.random() < STANDBY_SHARE:
+        drawn = msgspec.structs.replace(drawn, num_standby=1)
+    draw = random.Random(f"copies {seed}")
+    if drawn.num_replicas > 1 and draw.random() < (COPIED_SHARE if not drawn.moves_kv else COPIED_SHARE / 4):
+        drawn = _copy_prefixes(drawn, draw)
     draw = random.Random(f"updates {seed}")
     return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
+
+
+def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which many requests begin alike and replicas have room for copies of that. Some of them come late,
+    when leases have ended, and some tenants drop what is cached."""
+    shared = SHARED_TEXT * draw.choice((1, 2))
+    span_s = draw.choice((0.5, 4.0))
+    jobs = tuple(
+        msgspec.structs.replace(job, prompt=shared + job.prompt, at_s=round(job.at_s + draw.random() * span_s, 4))
+        for job in draw.choice((3, 4)) * scenario.jobs
+    )
+    drops = tuple(
+        OperatorAction(at_s=round(draw.random() * (span_s + 1.0), 4), kind="forget", job=draw.randrange(len(jobs)))
+        for _ in range(draw.choice((0, 1, 3)))
+    )
+    return msgspec.structs.replace(
+        scenario,
+        copies_prefixes=True,
+        router=draw.choice(("prefix_aware", "prefix_aware", scenario.router)),  # others seldom leave one replica hot
+        num_blocks=draw.choice((64, 160)),
+        jobs=jobs,
+        operations=scenario.operations + drops,
+    )
 
 
 def _update(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -13,6 +13,7 @@ from typing import Final
 
 import msgspec
 
+from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
@@ -38,6 +39,7 @@ from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
 from cloister.engine.core import EngineCore
 from cloister.engine.supervision import Restarts, Supervision
+from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
@@ -228,7 +230,7 @@ class _Simulation:
             self.draw,
             start_s=self.shape.start_s,
             times=LinkTimes(),
-            switch=self.switch if self.scenario.moves_kv else None,
+            switch=self.switch if self.scenario.moves_kv or self.scenario.copies_prefixes else None,
         )
         if self._has_trouble("start", int(model), replica, update):
             host.refuses_starts = NUM_RESTARTS
@@ -273,7 +275,7 @@ class _Simulation:
             self.hosts,
             self.shape,
             self.scenario.router,
-            ClusterConfig(self.scenario.roles, self.scenario.rebalance),
+            ClusterConfig(self.scenario.roles, self.scenario.rebalance, self.scenario.num_standby),
             draw=self.draw,
             make_predictor=self._make_predictor,
             clock=self.loop.clock,
@@ -282,6 +284,7 @@ class _Simulation:
             supervise=self._make_supervision,
             amend=self._move_kv,
             make_host=self._make_host if updates_of(self.scenario) else None,
+            make_hot_prefixes=self._make_hot_prefixes if self.scenario.copies_prefixes else None,
         )
         front, self.transports, self.clients = made.replicas, made.transports, made.clients
         front.subscribe(self._observe)
@@ -291,6 +294,12 @@ class _Simulation:
     def _make_predictor(self, model: ModelInfo) -> LengthPredictor:
         draw = random.Random(self.scenario.seed)
         return WrongLengths(LengthCurves(model.max_model_len), self.scenario.length_error, draw)
+
+    def _make_hot_prefixes(self, model: ModelInfo) -> HotPrefixes:
+        keys = PrefixKeys(model.fingerprint, self.shape.block_size)
+        return HotPrefixes(
+            keys, self.draw, hot=3.0, half_life_s=2.0, min_tokens=16, min_skew=1, lease_s=1.0, renew_s=0.3, rest_s=1.0
+        )
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
         """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
@@ -371,6 +380,8 @@ class _Simulation:
             return
         if operation.kind == "update":
             await self._update(front, operation)
+        elif operation.kind == "forget":
+            await front.inspect_cache(self.answers[operation.job].request.scope, drop=True)
         else:
             await operate(front, operation)
 
@@ -459,11 +470,21 @@ class _Simulation:
             yield f"engine {index} still has {sorted(scheduler.requests)}"
         if scheduler.pool.num_used:
             yield f"engine {index} still uses {scheduler.pool.num_used} blocks"
-        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports)
+        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports), len(scheduler.prefix_leases)
         num_open = 0 if process.kv_links is None else process.kv_links.num_open
         if any(left) or num_open:
             yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
         scheduler.pool.check()
+        self._check_copies()
+
+    def _check_copies(self) -> None:
+        """Raises AssertionError if a copy of a prefix has outlived its lease, or the books of a cache are wrong."""
+        for host in self.hosts:
+            if host.process is not None:
+                scheduler = host.process.engine.scheduler
+                scheduler.prefix_leases.check()
+                if scheduler.prefix_cache is not None:
+                    scheduler.prefix_cache.check()
 
     def _leftovers_of_front(self, front: ReplicaSet) -> list[str]:
         slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
@@ -489,6 +510,8 @@ class _Simulation:
         self.digest.update(msgspec.msgpack.encode(event))
         if not isinstance(event, Stepped):
             self.events.append(event)
+        elif self.scenario.copies_prefixes:
+            self._check_copies()
 
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")

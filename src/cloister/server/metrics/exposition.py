@@ -64,6 +64,12 @@ class EngineGauges:
         loads = CounterMetricFamily(
             "cloister_replica_kv_loads", "How often KV came to a replica from another one.", labels=("replica",)
         )
+        copies = CounterMetricFamily(
+            "cloister_replica_prefix_copies", "Copies of prefixes that a replica got from another one.", labels=("replica",)
+        )
+        promotions = CounterMetricFamily(
+            "cloister_replica_promotions", "How often a replica that stood by took another one's place.", labels=("replica",)
+        )
         state = GaugeMetricFamily("cloister_replica_state", "How a replica is; always 1.", labels=("replica", "state"))
         role = GaugeMetricFamily("cloister_replica_role", "What a replica computes; always 1.", labels=("replica", "role"))
         for replica in replicas:
@@ -77,9 +83,11 @@ class EngineGauges:
             routed.add_metric(label, replica.num_routed)
             moved.add_metric(label, replica.num_migrated)
             loads.add_metric(label, replica.num_kv_loads)
+            copies.add_metric(label, replica.num_prefix_copies)
+            promotions.add_metric(label, replica.num_promotions)
             state.add_metric((*label, replica.state), 1)
             role.add_metric((*label, replica.role), 1)
-        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, state, role)
+        yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, copies, promotions, state, role)
         actions = CounterMetricFamily(
             "cloister_replica_actions", "Moves by load, drains, flips and updates of replicas.", labels=("action",)
         )

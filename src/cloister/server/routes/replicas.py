@@ -46,6 +46,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
         num_routed: requests that it was given.
         num_migrated: requests among those that were moved to it while they ran.
         num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
+        num_prefix_copies: copies of hot prefixes among those loads.
         slowness: how many times as long as those of the others its steps take.
         num_mismatches: answers that another replica computed differently.
     """
@@ -57,6 +58,7 @@ class ReplicaLoad(msgspec.Struct, frozen=True):
     num_routed: int
     num_migrated: int
     num_kv_loads: int
+    num_prefix_copies: int
     slowness: float
     num_mismatches: int
 
@@ -139,6 +141,7 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
         replica.num_routed,
         replica.num_migrated,
         replica.num_kv_loads,
+        replica.num_prefix_copies,
         round(replica.slowness, 3),
         replica.num_mismatches,
     )
