@@ -57,7 +57,18 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> GrammarCompiler:
     return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
 
 
-def answer(compiler, requests, program=HistoryProgram, *, num_blocks=400, block_size=4, max_tokens=512, depth=1, grammars=None, reasons=None):
+def answer(
+    compiler,
+    requests,
+    program=HistoryProgram,
+    *,
+    num_blocks=400,
+    block_size=4,
+    max_tokens=512,
+    depth=1,
+    grammars=None,
+    reasons=None,
+):
     """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions).
 
     Args:
