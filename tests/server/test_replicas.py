@@ -25,6 +25,8 @@ from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.kv import PrefixKeys
 from cloister.policy import Credentials, Gate
+from cloister.server.calls import HttpCalls
+from cloister.server.logs import line_of
 from cloister.types.request import ModelInfo
 from tests.engine.replica import BLOCK_SIZE, SpeakingRunner, make_config, make_replica
 from tests.server.running_server import RunningServer, make_gate, serving
@@ -121,6 +123,21 @@ def test_a_slow_or_an_idle_replica_may_be_left(two: RunningServer, monkeypatch: 
         monkeypatch.setattr(ReplicaSet, "_state", lambda self, i, is_so, state=state: state if i == 0 else own(self, i, is_so))
         assert httpx.post(f"{two.url}{PATH}/1/drain").status_code == 200
         assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
+
+
+def test_statistics_of_a_request_name_the_replicas_that_had_it(two: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[dict[str, Any]] = []
+    monkeypatch.setattr(
+        HttpCalls, "_end_if_over", lambda self, call: lines.append(line_of(call)) if call.num_open == 0 else None
+    )
+    body = {"model": "history", "prompt": "a", "max_tokens": 1}
+    for index in (0, 1):
+        httpx.post(f"{two.url}{PATH}/{index}/drain")
+        httpx.post(f"{two.url}/v1/completions", json=body)
+        httpx.post(f"{two.url}{PATH}/{index}/return")
+    found = [line["replicas"] for line in lines if line["route"] == "/v1/completions" and "replicas" in line]
+    assert found[0] == [1]
+    assert found[-1] == [0]
 
 
 def test_one_engine_is_one_replica(client: httpx.Client) -> None:

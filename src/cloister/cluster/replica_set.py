@@ -216,7 +216,7 @@ class ReplicaSet(RequestClient):
 
     def _connect(self, index: int, replica: EngineClient) -> None:
         """Hears of what a replica does from now on."""
-        replica.name = f"the engine of replica {index}"
+        replica.number(index)
         replica.subscribe(partial(self._observe, index))
         replica.subscribe(partial(self._note_speed, index))
         replica.rescue = partial(self._rescue, index)

@@ -379,6 +379,10 @@ class EngineClient(RequestClient):
         """Requests that other engines have, and whose end here its engine has not reported yet."""
         return self._requests.num_leaving
 
+    def number(self, index: int) -> None:
+        """Names the engine in logs as that of one of several replicas."""
+        self.name, self._requests.replica = f"the engine of replica {index}", index
+
     @property
     def is_stalled(self) -> bool:
         """Whether requests wait and the engine makes no step."""
@@ -779,7 +783,10 @@ class EngineClient(RequestClient):
         self._note_end()
         num_kept, num_rescued, num_ended = self._let_go()
         if how is not None and not self._is_draining:
-            fates = f"{num_rescued} requests continue in another one, {num_kept} wait for the next, {num_ended} end"
+            fates = (
+                f"of its requests {num_rescued} continue on other replicas, {num_kept} wait until an engine has started in its "
+                f"place, {num_ended} end with an error"
+            )
             _logger.error("%s is gone: %s; %s", self.name, how, fates)
 
     def _stop_accepting(self) -> None:

@@ -60,6 +60,7 @@ class EngineStats:
 
     Attributes:
         fingerprint: of the weights of the engine that has or had it; they stay the same once its answer has begun.
+        replicas: which had it, in order; empty where there is one engine.
     """
 
     num_prompt_tokens: int = 0
@@ -72,6 +73,7 @@ class EngineStats:
     preempted_s: list[float] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
     fingerprint: str = ""
+    replicas: list[int] = field(default_factory=list)
 
     def follow(self, event: Event) -> None:
         """Adds one event of the request; `Ended` holds the totals of the `Progressed` events."""
@@ -255,6 +257,7 @@ class InFlightRequests:
 
     def __init__(self, clock: Clock, *, max_waiting: int, max_num_seqs: int) -> None:
         self.fingerprint: str | None = None
+        self.replica: int | None = None
         self._clock = clock
         self._max_waiting = max_waiting
         self._max_num_seqs = max_num_seqs
@@ -357,7 +360,7 @@ class InFlightRequests:
             source: endpoint of an engine that has KV of the prompt, for that message.
         """
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
-        found.stats.fingerprint = self.fingerprint or ""
+        self._note_engine(found)
         if is_held:
             self._held[request.request_id] = found
             found.source = source
@@ -453,13 +456,19 @@ class InFlightRequests:
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
 
+    def _note_engine(self, found: InFlightRequest) -> None:
+        found.stats.fingerprint = self.fingerprint or ""
+        if self.replica is not None and found.stats.replicas[-1:] != [self.replica]:
+            found.stats.replicas.append(self.replica)
+
     def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
         """Adds a request that another engine had; `take_due` returns its message.
 
         Args:
             source: endpoint of an engine that has its KV.
         """
-        found.is_prefilled, found.source, found.stats.fingerprint = False, source, self.fingerprint or ""
+        found.is_prefilled, found.source = False, source
+        self._note_engine(found)
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
         self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED
 

@@ -48,9 +48,13 @@ class StackClusters:
         self._clusters.move_to_end(stack)
         if len(self._clusters) > MAX_CLUSTERS:
             self._clusters.popitem(last=False)
-        where = " < ".join(stack[:NUM_SHOWN]) if stack else "an unknown place, as its process does not react to a signal"
+        if not stack:
+            return "where it hangs is unknown: its process does not answer when asked, as one that is stopped or frozen"
+        where = f"it hangs at {' < '.join(stack[:NUM_SHOWN])}"
+        if len(replicas) == 1:
+            return f"{where}; no engine has hung there before"
         who = ", ".join(str(index) for index in sorted(set(replicas)))
-        return f"it hangs at {where}; {len(replicas)} of {self._num_hangs} hangs were there, of replica {who}"
+        return f"{where}; {len(replicas)} of {self._num_hangs} hangs were there, of replica {who}"
 
 
 def find_same(stack: StackTrace, stalled: Mapping[int, StackTrace]) -> list[int]:

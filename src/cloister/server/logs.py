@@ -68,6 +68,8 @@ def _work_of(call: HttpCall) -> dict[str, object]:
         "num_preemptions": call.sum(lambda stats: len(stats.preempted_s)),
         "finish_reasons": [reason for stats in engine_stats for reason in stats.reasons],
     }
+    if replicas := [index for stats in engine_stats for index in stats.replicas]:
+        fields["replicas"] = list(dict.fromkeys(replicas))
     queued = [w.scheduled_s - w.arrival_s for w in engine_stats if w.scheduled_s is not None and w.arrival_s is not None]
     first = [stats.first_token_s for stats in engine_stats if stats.first_token_s is not None]
     if queued:

@@ -29,6 +29,7 @@ FIELDS: Final = (
     "num_output_tokens",
     "num_preemptions",
     "finish_reasons",
+    "replicas",
     "client",
 )
 """Extra fields that a record may have; all others are omitted."""
