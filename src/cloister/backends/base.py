@@ -122,8 +122,8 @@ class ForwardBatch:
             stand before their children.
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
         token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
-        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images, links), as the
-            first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
+        embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images, links), as
+            the first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of a
             row is added behind layer i - 1.
         embedding_rows: [num_rows] int32 indexes into the tokens, all different, where there are `embeddings`.
         last_seen: None, or [num_tokens] int32: the last position that each token sees; None: its own. A token of an image may
@@ -260,8 +260,8 @@ class Capability(Flag):
         HEAD: lends its head (`Program.project`).
         DRAFT_HEADS: computes draft heads (`Program.load_heads`, `Program.guess`).
         TREES: computes token trees (`ForwardBatch.parents`) and keeps one path of them (`Program.move_positions`).
-        ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`), and takes
-            embeddings of their link tokens (`ForwardBatch.embeddings`).
+        ADAPTERS: runs sequences with adapters, several in one batch (`ForwardBatch.adapters`, `Program.load_adapter`), and
+            takes embeddings of their link tokens (`ForwardBatch.embeddings`).
         RECORDING: says where its time goes (`Program.record`).
         ASYNCHRONOUS: computes on another device, which goes on when `Program.launch` has returned.
         ENCODER: reads in both directions (`backends.encoder_spec`): a step computes the sequences whose last token is one of
