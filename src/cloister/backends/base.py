@@ -123,8 +123,8 @@ class ForwardBatch:
         adapters: None, or [num_seqs] int32: the slot of each sequence's adapter (`Program.load_adapter`); -1 is none.
         token_types: None, or [num_tokens] int32: the type of each token, for encoders (`backends.encoder_spec`); None is 0.
         embeddings: None, or [num_rows, hidden] float32: what some tokens have in place of their embeddings (images, links), as
-            the first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0 of
-            a row is added behind layer i - 1.
+            the first layer reads it. Where the tower has a `deepstack`, [num_rows, (1 + len(deepstack)) * hidden]: part i > 0
+            of a row is added behind layer i - 1.
         embedding_rows: [num_rows] int32 indexes into the tokens, all different, where there are `embeddings`.
         last_seen: None, or [num_tokens] int32: the last position that each token sees; None: its own. A token of an image may
             see the image to its end, which the step computes too; no known token sees less than the one before it.
