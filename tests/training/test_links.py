@@ -28,6 +28,7 @@ def test_notes_have_different_values_and_the_answer_is_the_one_asked_for() -> No
         assert not any(name in note for kind in KINDS for name in ("harbour", "secret word") for note in kind.wordings)
 
 
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT asks transformers for it
 def test_an_engine_computes_what_was_trained(tmp_path: Path) -> None:
     torch.manual_seed(0)
     base, tokenizer = open_model(locate(MODEL)), Tokenizer(locate(MODEL))
