@@ -14,7 +14,11 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 DEVELOPMENT = ("test", "check", "study")
 """Extras that no user installs."""
-PROVIDERS = {"flashinfer": ["flashinfer-python"], "pydantic_core": ["pydantic"]}
+PROVIDERS = {
+    "flashinfer": ["flashinfer-python"],
+    "mooncake": ["mooncake-transfer-engine-non-cuda"],
+    "pydantic_core": ["pydantic"],
+}
 """What is not installed here, and what only ever comes with another library."""
 
 
