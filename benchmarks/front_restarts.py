@@ -35,7 +35,7 @@ from tests.serving import ServeProcess, descendants
 PAUSE_S: Final = 0.1
 """Between an answer that did not end and the next try of its client."""
 SIGNALS: Final = {"kill -9": signal.SIGKILL, "SIGTERM": signal.SIGTERM}
-DRAIN_S: Final = 1
+DRAIN_S: Final = 0.1
 END_S: Final = 60.0
 NO_END: Final = "no end"
 
