@@ -267,9 +267,9 @@ class EngineCore:
         for event in events:
             if isinstance(event, Ended) and event.last:
                 self._clear_up()
-        replies: list[AdapterReply | CacheReply | PrefixLeased] = [
-            *self.adapters.replies, *self._cache_replies, *self._scheduler.prefix_leases.take_news(),
-        ]  # fmt: skip
+        replies: list[AdapterReply | CacheReply | PrefixLeased] = [*self.adapters.replies, *self._cache_replies]
+        if self._scheduler.prefix_leases.news:
+            replies += self._scheduler.prefix_leases.take_news()
         self.adapters.replies, self._cache_replies = [], []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
         if not (events or replies):

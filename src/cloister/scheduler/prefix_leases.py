@@ -43,13 +43,16 @@ class PrefixLeases:
     Args:
         requests: the scheduler's requests.
         loads: load the copies.
+
+    Attributes:
+        news: what the front must hear; `take_news` removes it.
     """
 
     def __init__(self, requests: RequestTable, loads: KVLoads) -> None:
         self._requests, self._loads = requests, loads
         self._pool = requests.pool
         self._by_name: dict[str, _PrefixLease] = {}
-        self._news: list[PrefixLeased] = []
+        self.news: list[PrefixLeased] = []
         loads.on_copied = self._note_copied
         if requests.leases is not None:
             requests.leases.on_end = self._note_end
@@ -59,7 +62,7 @@ class PrefixLeases:
 
     def take_news(self) -> list[PrefixLeased]:
         """Removes and returns what the front must hear."""
-        news, self._news = self._news, []
+        news, self.news = self.news, []
         return news
 
     def lease(self, request: Request, lease_s: float, now: float, *, is_copy: bool) -> None:
@@ -77,7 +80,7 @@ class PrefixLeases:
 
     def refuse(self, name: str) -> None:
         """Says that there is no such lease."""
-        self._news.append(PrefixLeased(name, 0))
+        self.news.append(PrefixLeased(name, 0))
 
     def renew(self, name: str, lease_s: float, now: float) -> None:
         """Has a lease last from now on; 0: ends it."""
@@ -87,7 +90,7 @@ class PrefixLeases:
                 self.refuse(name)
         elif not lease_s:
             self._end(name)
-            self._news = [each for each in self._news if each.name != name]  # the front knows
+            self.news = [each for each in self.news if each.name != name]  # the front knows
             self._loads.cancel_prefetch(name, now)
         elif found.is_held and self._requests.leases is not None:
             self._requests.leases.renew(_named(name), now + lease_s)
@@ -120,7 +123,7 @@ class PrefixLeases:
             self._end(name)
             return
         found.is_held = True
-        self._news.append(PrefixLeased(name, len(found.keys) * self._pool.block_size))
+        self.news.append(PrefixLeased(name, len(found.keys) * self._pool.block_size))
 
     def _note_copied(self, load: KVLoad, now: float) -> None:
         name = load.request.request_id
@@ -147,7 +150,7 @@ class PrefixLeases:
         if ended.is_copy and cache is not None:
             others = {key for found in self._by_name.values() if found.is_copy for key in found.keys}
             cache.revoke([key for key in ended.keys if key not in others])
-        self._news.append(PrefixLeased(name, 0))
+        self.news.append(PrefixLeased(name, 0))
 
 
 _PREFIX: Final = "prefix "
