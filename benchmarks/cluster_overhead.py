@@ -277,7 +277,8 @@ async def run_load(load: Load) -> list[dict[str, Any]]:
     end_s, loop = time.monotonic() + load.seconds, asyncio.get_running_loop()
     connections = [_Connection(load, number, end_s, stamps) for number in range(load.streams)]
     async with asyncio.timeout(load.seconds + 60.0):
-        for connection in connections:
+        for connection in connections:  # not all at once: that would measure a queue of 64 in front of everything
+            await asyncio.sleep(WARM_S / load.streams)
             await loop.create_connection(lambda own=connection: own, host, int(port))  # type: ignore[misc]
         await asyncio.gather(*(connection.done for connection in connections))
     return stamps
