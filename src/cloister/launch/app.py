@@ -184,7 +184,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     except BaseException:
         await engine.drain(0.0)
         raise
-    gc.freeze()  # what lives as long as the server is not searched for garbage, which would stop all streams for 0.1 s each time
+    gc.freeze()  # what stays is not searched for garbage, which would stop all streams for 0.1 s again and again
     return_free_memory()
     watch.lap("front")
     (name, engine_imported_s), *others = engine.startup

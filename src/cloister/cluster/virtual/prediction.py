@@ -15,6 +15,7 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch
 from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.cluster.virtual.processors import FREE, FrontCosts, FrontThread, Processors
 from cloister.cluster.virtual.replica import Host
 from cloister.engine.replica_snapshot import Role
 from cloister.text import Tokenizer
@@ -34,6 +35,8 @@ class ClusterShape:
         moves_kv: engines load KV from each other.
         entry_s: time that an entry of KV takes from one engine to another.
         part_entries: entries that an engine copies between two steps.
+        num_cores: that engines, front and clients share; None: each has one of its own.
+        front: what front and clients take of them.
     """
 
     engine: EngineShape
@@ -43,6 +46,8 @@ class ClusterShape:
     moves_kv: bool = False
     entry_s: float = 0.0
     part_entries: int = PART_ENTRIES
+    num_cores: int | None = None
+    front: FrontCosts = FREE
 
 
 @contextlib.asynccontextmanager
@@ -58,6 +63,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
     draw = random.Random(seed)
     network = VirtualNetwork(draw, shape.delay_s)
     switch = KVSwitch(network, draw, part_entries=shape.part_entries, entry_s=shape.entry_s) if shape.moves_kv else None
+    processors = None if shape.num_cores is None else Processors(shape.num_cores, loop.clock)
     hosts = [
         Host(
             index,
@@ -67,10 +73,14 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
             start_s=shape.engine.start_s,
             times=LinkTimes(),
             switch=switch,
+            processors=processors,
         )
         for index in range(len(shape.roles))
     ]
-    front = make_front(hosts, shape.engine, shape.router, ClusterConfig(shape.roles), draw=draw, clock=loop.clock)
+    thread = None if processors is None else FrontThread(processors, shape.front)
+    front = make_front(
+        hosts, shape.engine, shape.router, ClusterConfig(shape.roles), draw=draw, clock=loop.clock, thread=thread
+    )
     await front.replicas.start()
     try:
         yield front.replicas
