@@ -117,7 +117,7 @@ def build_stamped(config: EngineConfig) -> EngineCore:
 
             run(emit_stamped)
 
-    InputQueue.put = put_stamped  # type: ignore[method-assign]
+    InputQueue.put = put_stamped  # type: ignore[method-assign, assignment]
     core.run = run_stamped  # type: ignore[method-assign]
     return core
 
@@ -183,11 +183,12 @@ def serve_stamped(flags: Sequence[str]) -> int:
             stamp["sent"] = time.monotonic()
         send_message(stream, message)
 
-    serving.Server = StampedServer  # type: ignore[misc]
-    MessageStream.send = send_stamped  # type: ignore[method-assign]
+    serving.Server = StampedServer  # type: ignore[misc, assignment]
+    MessageStream.send = send_stamped  # type: ignore[method-assign, assignment]
     for client in (EngineClient, ReplicaSet):
         client.submit = submit_stamped(client.submit)  # type: ignore[method-assign]
-    return run_cli(["serve", *flags])
+    run_cli(["serve", *flags])
+    return 0
 
 
 # The client
@@ -409,7 +410,8 @@ def show_use(bench: Bench, what: str, columns: dict[str, Run]) -> None:
 
 def measure_throughput(bench: Bench, options: argparse.Namespace, model: str) -> None:
     """Compares two replicas with twice one, in turns, each with the same requests at once for a replica."""
-    ratios, own_ratios, columns = [], [], {}
+    ratios, own_ratios = [], []
+    columns: dict[str, Run] = {}
     for _ in range(options.rounds):
         runs = [
             measure(model, num, None, Load("", "run", num * options.streams // 2, options.seconds, (64, 64), is_streamed=False))
