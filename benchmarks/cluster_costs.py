@@ -11,6 +11,7 @@ import argparse
 import asyncio
 import statistics
 import sys
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass
@@ -30,6 +31,7 @@ from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.placement import StepProfile
 from cloister.cluster.virtual.prediction import ClusterShape
+from cloister.cluster.virtual.processors import FrontCosts
 from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
@@ -40,6 +42,7 @@ VOCAB: Final = 256
 """Prompts are of bytes, which the virtual engine has as tokens."""
 BLOCK_SIZE: Final = 16
 MAX_LEN: Final = 2048
+NUM_OUTPUT: Final = 24
 BATCH: Final = 2
 """Sequences that are assumed to share a step, to choose a rate."""
 MIXED: Final = "2 mixed"
@@ -78,6 +81,7 @@ class Costs:
         delay_s: from the end of a step until the front has its outputs.
         entry_s, entry_bytes: time and size of the KV of a block that moves.
         num_blocks: of each replica.
+        front: processor time of the front and its clients, which are one process here.
     """
 
     steps: StepTimes
@@ -85,16 +89,21 @@ class Costs:
     entry_s: float
     entry_bytes: float
     num_blocks: int
+    front: FrontCosts
 
-    def shape(self, router: str, layout: str) -> ClusterShape:
-        """Returns the virtual cluster."""
+    def shape(self, router: str, layout: str, num_cores: int | None = None) -> ClusterShape:
+        """Returns the virtual cluster.
+
+        Args:
+            num_cores: that all share; None: each has its own.
+        """
         engine = EngineShape(
             num_blocks=self.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_waiting=1024, max_model_len=2 * MAX_LEN,
             max_batched_tokens=1024, stall_floor_s=0.045, **asdict(self.steps),
         )  # fmt: skip
         return ClusterShape(
             engine, router, LAYOUTS[layout], self.delay_s, moves_kv=layout != MIXED, entry_s=self.entry_s,
-            part_entries=max(1, int(MAX_STEP_BYTES / self.entry_bytes)),
+            part_entries=max(1, int(MAX_STEP_BYTES / self.entry_bytes)), num_cores=num_cores, front=self.front,
         )  # fmt: skip
 
     def work_s(self, item: WorkItem) -> float:
@@ -174,15 +183,22 @@ def make_prompts(key: int, num: int, num_output: int) -> list[WorkItem]:
 
 
 async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 1) -> Costs:
-    """Measures prompts of many lengths, one on each replica; answers of many streams at once; and transfers."""
+    """Measures prompts of many lengths, one after another; answers of many streams at once; and transfers.
+
+    One of two replicas does all but the transfers, so that the front has another core: sharing is not part of a step's time.
+    """
+    front: list[tuple[tuple[float, float, float], float]] = []
     async with local_cluster(options, model, "round_robin", MIXED, num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(0, 4, 8), "warm-up"))
+        await cluster.drain_replica(1)
         alone = Stopwatches(cluster)
-        for number, pair in enumerate(zip(make_prompts(1, 16, 2), make_prompts(2, 16, 2), strict=True)):
-            await drive_client(cluster, make_requests(pair, f"alone {number}"))
+        for number, item in enumerate([*make_prompts(1, 16, 2), *make_prompts(2, 16, 2)]):
+            await drive_client(cluster, make_requests([item], f"alone {number}"))
         many = Stopwatches(cluster)
         for num in (2, 4, 8, 16, 32):
-            await drive_client(cluster, make_requests(make_prompts(3 + num, num, 24), f"{num}"))
+            num_before, before_s = len(many.steps[0]), time.process_time()
+            await drive_client(cluster, make_requests(make_prompts(3 + num, num, NUM_OUTPUT), f"{num}"))
+            front.append(((num, len(many.steps[0]) - num_before, num * NUM_OUTPUT), time.process_time() - before_s))
         num_blocks = cluster.snapshots()[0].num_total_blocks
     async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode", num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(40, 4, 8), "warm-up"))
@@ -192,12 +208,14 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
     answers = [(step, elapsed_s) for step, elapsed_s in many.timed() if step.num_tokens == step.num_samples]
     prompts = [(step, elapsed_s) for step, elapsed_s in alone.timed() if step.num_tokens > step.num_samples]
     numbers = [load.num_tokens / BLOCK_SIZE for load in moving.loads]
+    counts, spent_s = np.array([row for row, _ in front], dtype=np.float64), np.array([spent for _, spent in front])
     return Costs(
         steps=StepTimes.fit(answers + prompts * max(1, len(answers) // len(prompts))),
         delay_s=statistics.median(alone.delays_s),
         entry_s=statistics.median(load.elapsed_s / number for load, number in zip(moving.loads, numbers, strict=True)),
         entry_bytes=statistics.median(load.num_bytes / number for load, number in zip(moving.loads, numbers, strict=True)),
         num_blocks=num_blocks,
+        front=FrontCosts(*fit_relative_costs(counts, spent_s)),
     )
 
 

@@ -175,7 +175,7 @@ def run_all(options: argparse.Namespace, bench: Bench) -> list[Pair]:
                 progress.update(bar, description=f"{model}, {name}, {router}, {layout}")
                 args = (workloads[name], SCALES[model].objective, partial(progress.advance, bar))
                 predicted = run_virtually(
-                    measure_on(running_cluster(costs.shape(router, layout), tokenizer, options.seed), *args)
+                    measure_on(running_cluster(costs.shape(router, layout, options.cores), tokenizer, options.seed), *args)
                 )
                 measured = asyncio.run(measure_on(local_cluster(options, model, router, layout), *args))
                 pairs.append(Pair(model, name, router, layout, predicted, measured))
@@ -195,11 +195,13 @@ def show_costs(bench: Bench, model: str, costs: Costs, workloads: dict[str, tupl
     steps = costs.steps
     bench.print_rows(
         f"{model}: measured first",
-        ("step, ms", "token, µs", "sample, µs", "key, ns", "key read, ns", "message, ms", "KV of a block, ms", "blocks"),
+        ("step, ms", "token, µs", "sample, µs", "key, ns", "key read, ns", "message, ms", "KV of a block, ms", "blocks",
+         "front, µs a request", "a message", "a token"),
         [
             (
                 steps.step_s * 1e3, steps.token_s * 1e6, steps.sample_s * 1e6, steps.key_s * 1e9, steps.read_s * 1e9,
                 costs.delay_s * 1e3, costs.entry_s * 1e3, costs.num_blocks,
+                costs.front.request_s * 1e6, costs.front.message_s * 1e6, costs.front.token_s * 1e6,
             )
         ],
     )  # fmt: skip
@@ -302,6 +304,7 @@ def main() -> int:
     parser.add_argument("--routers", default=",".join(ROUTERS.names()), help="with commas")
     parser.add_argument("--seconds", type=float, default=3.5, help="of each run, until the last request is sent")
     parser.add_argument("--load", type=float, default=0.7, help="share of both replicas' time that requests take")
+    parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that engines, front and client share, as predicted")
     parser.add_argument("--kv-memory-mb", type=float, default=512.0, help="of each replica")
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="folder for the plots")
     options = parser.parse_args()

@@ -30,15 +30,22 @@ class ServeProcess:
     Args:
         flags: of `cloister serve`; without `--config` and a model it is the embedded one, without `--port` a free one.
         log: where what it prints goes and stays; None, to a file that goes when it has ended.
+        module: what runs with these flags, and its first argument.
 
     Raises:
         RuntimeError: it did not start; the message has what it printed.
     """
 
-    def __init__(self, *flags: str, log: Path | None = None, timeout_s: float = START_TIMEOUT_S) -> None:
+    def __init__(
+        self,
+        *flags: str,
+        log: Path | None = None,
+        timeout_s: float = START_TIMEOUT_S,
+        module: tuple[str, str] = ("cloister.cli", "serve"),
+    ) -> None:
         model = () if {"--config", "--model"} & {*flags} else ("--model", MODEL)
         port = () if "--port" in flags else ("--port", "0")
-        self.command = [sys.executable, "-m", "cloister.cli", "serve", *model, *port, *flags]
+        self.command = [sys.executable, "-m", *module, *model, *port, *flags]
         self._is_kept = log is not None
         descriptor, name = (os.open(log, os.O_RDWR | os.O_CREAT | os.O_TRUNC), str(log)) if log else tempfile.mkstemp(".log")
         self._log = Path(name)

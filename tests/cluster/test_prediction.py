@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,9 @@ from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster.virtual.engine import EngineShape, write_byte_tokenizer
-from cloister.cluster.virtual.event_loop import run_virtually
+from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
+from cloister.cluster.virtual.processors import FrontCosts, Processors
 from cloister.text import Tokenizer
 from cloister.types.step import SequencePlan, StepPlan
 
@@ -66,6 +68,48 @@ def test_a_slow_answer_delays_the_sending_of_none(tokenizer: Tokenizer) -> None:
     assert records[0].end_s > 0.4
     assert records[1].due_s == 0.05
     assert records[1].end_s < 0.1
+
+
+def test_steps_become_longer_where_more_runs_than_there_are_cores(tokenizer: Tokenizer) -> None:
+    answers = [ask(0, 10, 20), ask(1, 10, 20)]
+    step_s = 0.002 + 0.0001 + 0.0003
+    for num_cores, expected_s in ((None, step_s), (2, step_s), (1, 2 * step_s)):
+        records, num_routed = run(replace(MIXED, router="round_robin", num_cores=num_cores), answers, tokenizer)
+        assert num_routed == [1, 1]
+        for record in records:
+            assert record.gaps_s == pytest.approx([expected_s] * 19, rel=0.01)
+
+
+def test_the_front_and_its_clients_take_time_of_the_cores(tokenizer: Tokenizer) -> None:
+    front = FrontCosts(request_s=0.001, message_s=0.0004, token_s=0.0001)
+    [free], _ = run(replace(MIXED, num_cores=2), [ask(0, 500, 4)], tokenizer)
+    [charged], _ = run(replace(MIXED, num_cores=2, front=front), [ask(0, 500, 4)], tokenizer)
+    assert charged.ttft_s - free.ttft_s == pytest.approx(0.0004 + 0.0001)  # the request's own cost is over before its step
+    many = [ask(number, 10, 8) for number in range(8)]
+    ends = [
+        max(record.end_s for record in run(replace(MIXED, num_cores=num_cores, front=front), many, tokenizer)[0])
+        for num_cores in (3, 1)
+    ]
+    assert ends[1] > 1.5 * ends[0]
+
+
+def test_cores_are_shared_equally_and_each_thread_has_one_at_most() -> None:
+    async def drive() -> list[float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        processors = Processors(2, loop.clock)
+        ends = [0.0, 0.0, 0.0, 0.0]
+
+        async def work(number: int, at_s: float, work_s: float) -> None:
+            await asyncio.sleep(at_s)
+            await processors.run(work_s)
+            ends[number] = loop.time()
+
+        # two alone until 1, then four at half a core each until the short ones end at 3, then the first two again
+        await asyncio.gather(work(0, 0.0, 3.0), work(1, 0.0, 4.0), work(2, 1.0, 1.0), work(3, 1.0, 1.0))
+        return ends
+
+    assert run_virtually(drive()) == pytest.approx([4.0, 5.0, 3.0, 3.0])
 
 
 NUM_ENTRIES = 500 // 16

@@ -162,11 +162,11 @@ def test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need(profile
         resolve_settings({"replicas": 2, "profile": profile, "prefill": 1, "decode": 1})
 
 
-@pytest.mark.parametrize("profile", ["private", "paranoid"])
-def test_a_strict_profile_copies_no_prefix_whatever_else_it_would_allow(profile: str) -> None:
+@pytest.mark.parametrize("profile", ["team", "private", "paranoid"])
+def test_prefixes_are_copied_where_there_is_one_user_only(profile: str) -> None:
     policy = resolve_settings({"replicas": 2, "profile": profile}).policy
     assert not policy.allows("hot-prefixes")
-    assert resolve_settings({"replicas": 2, "kv_transfer": "unix", "profile": "team"}).policy.allows("hot-prefixes")
+    assert resolve_settings({"replicas": 2, "kv_transfer": "unix", "profile": "open"}).policy.allows("hot-prefixes")
 
 
 def test_several_models_have_no_replicas(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from cloister.types.events import (
     InspectCache,
     LoadAdapter,
     Outputs,
+    Progressed,
     Scheduled,
     Stepped,
     Submit,
@@ -114,6 +115,19 @@ def test_what_the_engine_says_after_the_end_is_dropped() -> None:
     assert isinstance(front.sent[-1], Abort)
     front.end(request)
     assert front.ends(request) == [(0, FinishReason.TIMEOUT)]
+
+
+def test_first_tokens_of_a_step_come_before_the_tokens_of_other_requests_whose_order_stays() -> None:
+    front = Front()
+    old, other, new = (front.submit() for _ in range(3))
+    for first in (True, False):
+        front.outputs.clear()
+        outputs = [
+            SequenceOutput(request_id=each.request_id, index=0, text=text, token_ids=[number])
+            for each, text, number in ((old, "a", 1), (other, "b", 2), (new, "c", 3), (new, "d", 4))
+        ]
+        front.client.receive(Outputs(outputs, [Progressed(new.request_id, 3, 0, 0.0, num_tokens=2, first=first)]))
+        assert [output.text for output in front.outputs] == (["c", "d", "a", "b"] if first else ["a", "b", "c", "d"])
 
 
 def test_a_sequence_that_the_engine_ends_twice_ends_once() -> None:

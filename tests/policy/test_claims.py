@@ -59,18 +59,6 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "engine/test_kv_mooncake.py::test_what_a_stranger_changes_is_refused",
         "cluster/test_settings.py::test_only_one_user_may_have_kv_pass_through_ports_that_ask_nobody_who_they_are",
     ),
-    "duplication": (
-        "scheduler/test_prefix_leases.py::test_a_copy_and_what_continues_it_go_with_its_lease",
-        "cluster/test_hot_prefixes.py::test_leases_are_renewed_together_and_end_together_when_it_is_cold",
-        "cluster/test_hot_prefixes.py::test_no_copy_outlives_what_it_is_a_copy_of",
-    ),
-    "duplication.load": (
-        "scheduler/test_prefix_leases.py::test_a_copy_and_what_continues_it_go_with_its_lease",
-        "scheduler/test_prefix_leases.py::test_a_copy_is_a_hit_in_its_scope_only_and_gives_the_same_answer",
-        "scheduler/test_prefix_leases.py::test_leases_of_prefixes_hold_an_eighth_of_the_memory_at_most",
-        "scheduler/test_prefix_leases.py::test_the_owner_says_when_it_has_dropped_what_others_copy",
-        "cluster/test_settings.py::test_a_strict_profile_copies_no_prefix_whatever_else_it_would_allow",
-    ),
     "router.standby": (
         "cluster/test_standby.py::test_only_one_that_is_gone_loses_its_place",
         "cluster/test_standby.py::test_who_takes_a_place_is_drawn",

@@ -83,7 +83,7 @@ def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str)
     apply_profile(engine_settings(("flag", {"profile": profile.value})), loopback=True, has_api_keys=True, entries=[entry])
 
 
-@pytest.mark.parametrize(("row", "strictest"), [("offload", "team"), ("duplication", "team"), ("pulling", "team")])
+@pytest.mark.parametrize(("row", "strictest"), [("offload", "team"), ("duplication", "open"), ("pulling", "team")])
 def test_an_implementation_of_a_refused_row_cannot_start(row: str, strictest: str) -> None:
     tiers: Registry[type] = Registry("tier")
     tiers.register("far", row_of(row).threat)(dict)

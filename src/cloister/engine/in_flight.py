@@ -547,14 +547,21 @@ class InFlightRequests:
 
         An engine reports what an abort ends before the step that follows, so no message has tokens of a request both before
         it left and after its return; it may have both ends, in this order.
+
+        Requests that get their first token come first: their waiters run in this order, and the engine names the newest last.
         """
-        leaving, ends = set(self._leaving), Counter[str]()
+        leaving, ends, beginning = set(self._leaving), Counter[str](), set[str]()
         for event in message.events:
             if isinstance(event, Ended) and event.request_id in self._leaving:
                 ends[event.request_id] += 1
+            elif isinstance(event, Progressed) and event.first:
+                beginning.add(event.request_id)
             if self._is_news(event):
                 self._tell(event)
-        for output in message.outputs:
+        outputs = message.outputs
+        if beginning:
+            outputs = sorted(outputs, key=lambda output: output.request_id not in beginning)
+        for output in outputs:
             if output.request_id in leaving:
                 if output.finish_reason is None:
                     continue

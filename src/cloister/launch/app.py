@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
@@ -183,6 +184,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     except BaseException:
         await engine.drain(0.0)
         raise
+    gc.freeze()  # what stays is not searched for garbage, which would stop all streams for 0.1 s again and again
     return_free_memory()
     watch.lap("front")
     (name, engine_imported_s), *others = engine.startup

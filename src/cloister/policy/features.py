@@ -102,10 +102,6 @@ _COPIES_STAY = refuse(row_of("offload").rulings[Profile.PRIVATE].text)
 _DRAWN_STANDBY = mitigate(
     "only an engine that has ended loses its place, as it would its requests anyway; who takes it is drawn at random"
 )
-_COPIES_LEASED = mitigate(
-    "copies share one lease with the original: they end together, and their keys are revoked together; a copy is found inside "
-    "its scope only; an eighth of the memory for all of them, and a running request takes it"
-)
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
@@ -400,11 +396,6 @@ _FEATURES: Final = (
         title="Copies of hot prefixes",
         does="copies the KV of beginnings that many requests share to replicas with less to do",
         endangers="KV of a scope is on more replicas, and others' requests decide on which",
-        part="load",
-        open=allow(ONE_USER),
-        team=_COPIES_LEASED,
-        private=_STEERED,
-        paranoid=_STEERED,
         instead="leave the setting `replicate_hot_prefixes` out; replicas compute what they need",
     ),
     _feature(

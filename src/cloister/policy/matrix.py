@@ -77,7 +77,9 @@ def _threat(
 
 
 _WIPE = mitigate("a freed block is wiped before another request can get it, in every profile")
-_LEASE = mitigate("copies share one lease: they expire together and their keys are revoked together")
+_COPIES_COMPETE = refuse(
+    "copies have no owner, so whether one is there depends on what other tenants' requests need, who could tell by its hits"
+)
 _NO_ENSEMBLE = refuse("copies may be inside one attested ensemble only, and a sealed node has one engine")
 _KNOWN_KEYS = mitigate(
     "an engine asks engines of its own front only, and by prefix keys, which are seeded by the scope: it can name only blocks "
@@ -190,7 +192,7 @@ ROWS: tuple[Row, ...] = (
         "duplication",
         _threat(
             "duplication", "ST", residue="KV", where=(_NODES,), attack="data leak, difference analysis; raises hits",
-            mitigation="copies share one lease: expire together, keys revoked together; refused where no ensemble is attested",
+            mitigation="copies share one lease: expire together, keys revoked together; refused where others could notice them",
         ),
         residue=Residue(
             "duplication", "KV", (_DEVICE, _HOST), "synchronised expiry", leak=True, difference=True,
@@ -198,7 +200,7 @@ ROWS: tuple[Row, ...] = (
         steering=Steering(
             "duplication", "copies the target's cache to a captured node", "copies others' caches away from that node"
         ),
-        open=allow(ONE_USER), team=_LEASE, private=_NO_ENSEMBLE,
+        open=allow(ONE_USER), team=_COPIES_COMPETE, private=_NO_ENSEMBLE,
         paranoid=refuse("copies exist only for reuse, and this profile reuses nothing"),
     ),
     _row(

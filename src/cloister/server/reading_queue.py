@@ -8,10 +8,10 @@ long ones never hold the last thread: a short one waits for short ones only, how
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import contextvars
-import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -232,7 +232,7 @@ class ReadingThreads:
         future: asyncio.Future[T] = loop.create_future()
         read = partial(_read, contextvars.copy_context(), work, loop, future, turn)
         try:
-            threading.Thread(target=read, name="cloister-read", daemon=True).start()
+            _thread.start_new_thread(read, ())  # threading.Thread.start would stop the loop until the thread runs
         except BaseException:
             turn.end()
             raise

@@ -13,6 +13,7 @@ from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.processors import FrontThread
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.engine.client import EngineClient
@@ -60,6 +61,7 @@ def make_front(
     make_predictor: MakePredictor = make_length_curves,
     make_host: Callable[[int, str], Host] | None = None,
     make_hot_prefixes: MakeHotPrefixes | None = None,
+    thread: FrontThread | None = None,
 ) -> VirtualFront:
     """Returns a front, which has not been started.
 
@@ -71,6 +73,7 @@ def make_front(
         make_predictor: makes what predicts lengths of answers, for routers that use it.
         make_hot_prefixes: makes what decides which prefixes replicas copy; None: they copy none.
         make_host: makes a machine for a replica with these weights, for updates; None: there are none.
+        thread: its thread, which takes time; None: it takes none.
     """
     engine = EngineConfig(
         model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
@@ -80,7 +83,8 @@ def make_front(
 
     def make_client(host: Host) -> EngineClient:
         owns = make_host is not None
-        transports.append(LinkTransport(host, draw, supervise(), partial(amend, host.index), owns_engine=owns))
+        own_amend = partial(amend, host.index)
+        transports.append(LinkTransport(host, draw, supervise(), own_amend, owns_engine=owns, thread=thread))
         clients.append(EngineClient(transports[-1], engine, clock=clock))
         return clients[-1]
 

@@ -16,6 +16,7 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch
 from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.cluster.virtual.processors import FREE, FrontCosts, FrontThread, Processors
 from cloister.cluster.virtual.replica import Host
 from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
@@ -38,6 +39,8 @@ class ClusterShape:
         entry_s: time that an entry of KV takes from one engine to another.
         copies_prefixes: hot prefixes are copied to other replicas.
         part_entries: entries that an engine copies between two steps.
+        num_cores: that engines, front and clients share; None: each has one of its own.
+        front: what front and clients take of them.
     """
 
     engine: EngineShape
@@ -48,6 +51,8 @@ class ClusterShape:
     entry_s: float = 0.0
     part_entries: int = PART_ENTRIES
     copies_prefixes: bool = False
+    num_cores: int | None = None
+    front: FrontCosts = FREE
 
 
 @contextlib.asynccontextmanager
@@ -63,6 +68,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
     draw = random.Random(seed)
     network = VirtualNetwork(draw, shape.delay_s)
     switch = KVSwitch(network, draw, part_entries=shape.part_entries, entry_s=shape.entry_s) if shape.moves_kv else None
+    processors = None if shape.num_cores is None else Processors(shape.num_cores, loop.clock)
     hosts = [
         Host(
             index,
@@ -72,6 +78,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
             start_s=shape.engine.start_s,
             times=LinkTimes(),
             switch=switch,
+            processors=processors,
         )
         for index in range(len(shape.roles))
     ]
@@ -79,6 +86,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
     def make_hot_prefixes(model: ModelInfo) -> HotPrefixes:
         return HotPrefixes(PrefixKeys(model.fingerprint, shape.engine.block_size), draw)
 
+    thread = None if processors is None else FrontThread(processors, shape.front)
     front = make_front(
         hosts,
         shape.engine,
@@ -87,6 +95,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
         draw=draw,
         clock=loop.clock,
         make_hot_prefixes=make_hot_prefixes if shape.copies_prefixes else None,
+        thread=thread,
     )
     await front.replicas.start()
     try:

@@ -10,6 +10,7 @@ from cloister.cluster.link import RESET, TIMER_ERROR_S, Link, LinkFrame, LinkSer
 from cloister.cluster.virtual.engine import VirtualEngine
 from cloister.cluster.virtual.kv_links import KVSwitch, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
+from cloister.cluster.virtual.processors import Processors
 from cloister.engine import channel
 from cloister.kv import KVFormat
 from cloister.types.errors import EngineError
@@ -24,13 +25,22 @@ class VirtualProcess:
 
     Args:
         send: sends a datagram to the fronts.
+        processors: the cores that it shares with others; None: it has one of its own.
     """
 
-    def __init__(self, engine: VirtualEngine, send: Callable[[bytes], None], draw: random.Random, times: LinkTimes) -> None:
+    def __init__(
+        self,
+        engine: VirtualEngine,
+        send: Callable[[bytes], None],
+        draw: random.Random,
+        times: LinkTimes,
+        processors: Processors | None = None,
+    ) -> None:
         self.engine = engine
         self.kv_links: VirtualKVLinks | None = None
         self.hangs_until_s = 0.0
         self._send_datagram = send
+        self._processors = processors
         self._server = LinkServer(lambda: 1 + draw.getrandbits(62), times)
         self._link: Link | None = None
         self._is_told = True
@@ -118,7 +128,7 @@ class VirtualProcess:
             outputs = core.step(lambda early, link=link: self._send(link, early))  # type: ignore[misc]
             if clock.ahead_s:
                 took_s, clock.ahead_s = clock.ahead_s, 0.0
-                await asyncio.sleep(took_s)
+                await (asyncio.sleep(took_s) if self._processors is None else self._processors.run(took_s))
             if outputs is not None:
                 self._send(link, outputs)
             elif core.is_done:
@@ -152,6 +162,7 @@ class Host:
         index: a number of its own, from 0: of the replica, or of one that an update has brought.
         make: makes an engine.
         switch: connects it to the engines of other replicas; None: it exchanges no KV.
+        processors: as of its `VirtualProcess`.
 
     Attributes:
         index: as above.
@@ -170,13 +181,14 @@ class Host:
         start_s: float,
         times: LinkTimes,
         switch: KVSwitch | None = None,
+        processors: Processors | None = None,
     ) -> None:
         self.process: VirtualProcess | None = None
         self.refuses_starts = 0
         self.num_starts = 0
         self.times = times
         self.index, self._make, self._network, self._draw, self._start_s = index, make, network, draw, start_s
-        self._switch = switch
+        self._switch, self._processors = switch, processors
         self._fronts: dict[int, Callable[[bytes], None]] = {}
 
     async def start(self) -> None:
@@ -188,7 +200,7 @@ class Host:
         if self.refuses_starts:
             self.refuses_starts -= 1
             raise EngineError("the engine was to refuse to start")
-        self.process = VirtualProcess(self._make(), self._reply, self._draw, self.times)
+        self.process = VirtualProcess(self._make(), self._reply, self._draw, self.times, self._processors)
         if self._switch is not None:
             self.process.exchange_kv(self.index, self._switch)
         self.process.task.add_done_callback(self._note_end)

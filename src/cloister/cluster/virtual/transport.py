@@ -8,13 +8,14 @@ from collections.abc import Callable
 from typing import Final
 
 from cloister.cluster.link import Link, decode_frame, encode_frame
+from cloister.cluster.virtual.processors import FrontThread
 from cloister.cluster.virtual.replica import Host
 from cloister.engine import channel
 from cloister.engine.supervision import Supervision
 from cloister.engine.transports import LOST, Deliver
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
-from cloister.types.events import EngineMessage, FrontMessage, Outputs, Ready
+from cloister.types.events import EngineMessage, FrontMessage, Outputs, Ready, Submit
 
 CONNECT_S: Final = 6.0
 """Longest wait of a front for an engine to be there and describe itself."""
@@ -25,6 +26,7 @@ class LinkTransport:
 
     Args:
         owns_engine: the engine ends with the client of this transport; else it waits for the next front.
+        thread: the front's, which takes time for what it sends and receives; None: it takes none.
     """
 
     lost = LOST
@@ -38,10 +40,12 @@ class LinkTransport:
         amend: Callable[[FrontMessage], list[FrontMessage]] = lambda message: [message],
         *,
         owns_engine: bool = False,
+        thread: FrontThread | None = None,
     ) -> None:
         self.ready: Ready | None = None
         self.supervision: Supervision | None = supervision
         self._host, self._draw, self._amend, self._owns_engine = host, draw, amend, owns_engine
+        self._thread = thread
         self._session = 0
         self._is_crashed = False
         self._link: Link | None = None
@@ -77,6 +81,8 @@ class LinkTransport:
 
     def send(self, message: FrontMessage) -> None:
         """Sends a message."""
+        if self._thread is not None and isinstance(message, Submit):
+            self._thread.do(self._thread.costs.request_s)  # what comes after it waits for it
         if self._link is not None:
             for each in self._amend(message):
                 self._link.send(channel.encode(each))
@@ -88,6 +94,10 @@ class LinkTransport:
             received, self._received = self._received, []
             for message in received:
                 if isinstance(message, Outputs):
+                    if self._thread is not None:
+                        costs = self._thread.costs
+                        num_tokens = sum(len(output.token_ids) for output in message.outputs)
+                        await self._thread.do(costs.message_s + costs.token_s * num_tokens)
                     deliver(message)
             if self._link.is_lost:
                 return
