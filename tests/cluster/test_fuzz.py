@@ -33,6 +33,7 @@ from cloister.types.events import Ended, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
+SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SEEDS = 250
 """A planted bug must be found within so many seeds."""
 
@@ -74,6 +75,11 @@ def test_a_second_hang_does_not_end_the_first() -> None:
         faults=tuple(hangs),
     )
     assert fuzz.replay(scenario).violations == ()
+
+
+@pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.json")), ids=lambda path: path.stem)
+def test_a_scenario_that_broke_a_promise_once_keeps_all(path: Path) -> None:
+    assert fuzz.replay(fuzz.read_scenario(path)).violations == ()
 
 
 # Bugs that are planted, each in place of a method. What they call is the real one.

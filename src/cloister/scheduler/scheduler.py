@@ -479,6 +479,9 @@ class Scheduler:
             self._admit(step, before=level)
             step.enter(level)
             decodes, prefills = by_level[level]
+            if step.plan.arrivals:  # some may have been preempted, and have started again in this step
+                started = {new.seq_id for new in step.plan.arrivals}
+                decodes, prefills = ([s for s in part if s.seq_id not in started] for part in (decodes, prefills))
             self._fill_decodes(step, decodes, prefills)
             for sequence in sorted(prefills, key=self._policy.rank):
                 self._extend_chunk(step, sequence)
