@@ -2,25 +2,36 @@
 without; and what a tier costs where nothing is ever used again.
 
     python -m benchmarks.kv_tiers [--model MODEL] [--quant FORMAT] [--conversations N] [--turns N] [--tokens N]
+    python -m benchmarks.kv_tiers --trace mooncake [--requests N]
 
 Engine processes of one thread: without a tier, with one on disk, one in memory, both (memory for a fifth of the
 conversations), and one whose device holds all of them. Each request is sent to each of them in turn, and all must give the same
 tokens. The disk's file is in the page cache as far as there is memory for it.
+
+Conversations are drawn, and continue with the answers; or they are whole ones of the Mooncake trace in its order, lengths
+scaled. There a later turn is a request whose conversation came before: its first two blocks of the trace are another one's.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from fractions import Fraction
 
+from benchmarks.cluster_traces import sample_conversations
+from benchmarks.harness import MOONCAKE, Bench, make_parser
 from benchmarks.models import MODELS, find_model
+from cloister.bench.traces import read_trace
+from cloister.bench.workloads import Recipe, build_workload
 from cloister.engine.transports import ProcessTransport
 from cloister.launch.processes import ENGINE_ENTRY
 from cloister.types.config import EngineConfig
@@ -30,6 +41,20 @@ from cloister.types.request import Request, SamplingParams
 TURN_TOKENS, ANSWER_TOKENS = 60, 16
 """Tokens of each message after the first, and of each answer."""
 TIMEOUT_S = 300.0
+TRACE_SCALE, TRACE_LEN = Fraction(1, 16), 2048
+"""Factor on the trace's lengths, and the longest request of it in tokens."""
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A request of the trace.
+
+    Attributes:
+        is_later: its conversation came before.
+    """
+
+    prompt: list[int]
+    is_later: bool
 
 
 @dataclass
@@ -74,6 +99,53 @@ class TimedEngine:
         return self.first_s[name] - sent_s, time.perf_counter() - sent_s
 
 
+async def ask_all(engines: dict[str, TimedEngine], number: int, name: str, prompt: list[int]) -> dict[str, float]:
+    """Sends a request to each engine, another one first each time; returns the times to the first token."""
+    names, times = list(engines), {}
+    shift = number % len(names)
+    for kind in names[shift:] + names[:shift]:
+        times[kind], _ = await engines[kind].answer(name, prompt)
+    assert len({tuple(engine.tokens[name]) for engine in engines.values()}) == 1, "a tier changed an answer"
+    return times
+
+
+def read_turns(options: argparse.Namespace, vocab_size: int) -> list[Turn]:
+    """Returns whole conversations of the Mooncake trace, their requests in its order."""
+    trace = read_trace(options.traces / MOONCAKE)
+    fitting = [row for row in trace.rows if TRACE_SCALE * (row.num_input_tokens + row.num_output_tokens) <= TRACE_LEN]
+    rows = sample_conversations(fitting, options.requests, options.seed)
+    recipe = Recipe(scale=TRACE_SCALE, vocab_size=min(vocab_size, 2048), seed=options.seed)
+    turns, begun = [], set[int]()
+    for row, item in zip(rows, build_workload(replace(trace, rows=tuple(rows)), recipe).items, strict=True):
+        assert isinstance(item.prompt, list)
+        second = row.hash_ids[1] if len(row.hash_ids) > 1 else None
+        turns.append(Turn(item.prompt[: TRACE_LEN - ANSWER_TOKENS], second in begun))
+        if second is not None:
+            begun.add(second)
+    return turns
+
+
+def count_distinct(turns: Sequence[Turn], block_size: int) -> int:
+    """Returns the tokens of the prompts, each block counted once for all prompts that begin alike."""
+    blocks = {
+        hash(tuple(turn.prompt[: end + block_size]))
+        for turn in turns
+        for end in range(0, len(turn.prompt) - block_size + 1, block_size)
+    }
+    return len(blocks) * block_size
+
+
+async def replay(engines: dict[str, TimedEngine], turns: Sequence[Turn]) -> dict[str, list[float]]:
+    """Returns the times to the first tokens of later turns, by engine."""
+    times: dict[str, list[float]] = {name: [] for name in engines}
+    for number, turn in enumerate(turns):
+        taken = await ask_all(engines, number, f"{number}.{int(turn.is_later)}", turn.prompt)
+        if turn.is_later:
+            for kind, first_s in taken.items():
+                times[kind].append(first_s)
+    return times
+
+
 async def converse(
     engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int
 ) -> tuple[dict[str, list[float]], int]:
@@ -81,30 +153,29 @@ async def converse(
     draw = random.Random(1)
     histories = [[draw.randrange(10, vocab_size) for _ in range(options.tokens)] for _ in range(options.conversations)]
     times: dict[str, list[float]] = {name: [] for name in engines}
-    names = list(engines)
     for turn in range(options.turns):
         for number, history in enumerate(histories):
-            name, shift = f"{number}.{turn}", (number + turn) % len(names)
-            for kind in names[shift:] + names[:shift]:
-                first_s, _ = await engines[kind].answer(name, history)
-                if turn:
+            name = f"{number}.{turn}"
+            taken = await ask_all(engines, number + turn, name, history)
+            if turn:
+                for kind, first_s in taken.items():
                     times[kind].append(first_s)
-            answers = {tuple(engine.tokens[name]) for engine in engines.values()}
-            assert len(answers) == 1, "a tier changed an answer"
-            history += [*answers.pop(), *(draw.randrange(10, vocab_size) for _ in range(TURN_TOKENS))]
+            answer = engines["none"].tokens[name]
+            history += [*answer, *(draw.randrange(10, vocab_size) for _ in range(TURN_TOKENS))]
     return times, len(histories[0])
 
 
-async def measure_turns(engines: dict[str, TimedEngine], options: argparse.Namespace, vocab_size: int) -> None:
+def show_turns(bench: Bench, what: str, engines: dict[str, TimedEngine], times: dict[str, list[float]]) -> None:
     """Prints what later turns take."""
-    times, num_tokens = await converse(engines, options, vocab_size)
-    what = f"turns 2 to {options.turns} of {options.conversations} conversations, up to {num_tokens} tokens"
-    print(f"  {what}, all the same answers")
+    rows = []
     for kind, engine in engines.items():
         later = sorted(times[kind])
         cached = sum(num for name, num in engine.cached.items() if not name.endswith(".0"))
+        ratios = [mine / other for mine, other in zip(times[kind], times["none"], strict=True)]
         p50_ms, p90_ms = 1e3 * statistics.median(later), 1e3 * later[len(later) * 9 // 10]
-        print(f"  {kind:5} first token P50 {p50_ms:7.1f} ms, P90 {p90_ms:7.1f} ms; {cached} tokens cached; {describe(engine)}")
+        rows.append((kind, p50_ms, p90_ms, statistics.median(ratios), cached, *count_stored(engine)))
+    headers = ("tier", "TTFT P50, ms", "TTFT P90, ms", "to none, median", "tokens cached", *STORED)
+    bench.print_rows(f"{what}, all the same answers", headers, rows)
 
 
 @asynccontextmanager
@@ -119,20 +190,27 @@ async def running(engines: Sequence[TimedEngine]) -> AsyncIterator[None]:
         yield
 
 
+STORED = "stored, MiB", "loads", "a load, MiB", "a load, ms"
+
+
 def describe(engine: TimedEngine) -> str:
     """Returns what an engine stored and loaded."""
-    text = f"{engine.stored_bytes / 2**20:.0f} MiB stored"
-    if not engine.loads:
-        return text
-    num_bytes, load_s = sum(event.num_bytes for event in engine.loads), sum(event.elapsed_s for event in engine.loads)
+    stored_mb, num_loads, load_mb, load_ms = count_stored(engine)
+    if not num_loads:
+        return f"{stored_mb:.0f} MiB stored"
+    speed = f"{load_mb * 2**20 / load_ms / 1e6:.2f} GB/s"
+    return f"{stored_mb:.0f} MiB stored, {num_loads} loads of {load_mb:.1f} MiB and {load_ms:.1f} ms, {speed}"
+
+
+def count_stored(engine: TimedEngine) -> tuple[float, int, float, float]:
+    """Returns what an engine stored and loaded, as in `STORED`."""
     num_loads = len(engine.loads)
-    return (
-        f"{text}, {num_loads} loads of {num_bytes / 2**20 / num_loads:.1f} MiB and {1e3 * load_s / num_loads:.1f} ms,"
-        f" {num_bytes / load_s / 1e9:.2f} GB/s"
-    )
+    num_bytes, load_s = sum(event.num_bytes for event in engine.loads), sum(event.elapsed_s for event in engine.loads)
+    each = max(1, num_loads)
+    return engine.stored_bytes / 2**20, num_loads, num_bytes / 2**20 / each, 1e3 * load_s / each
 
 
-async def waste(engines: dict[str, TimedEngine], num_requests: int, num_tokens: int, vocab_size: int) -> None:
+async def waste(bench: Bench, engines: dict[str, TimedEngine], num_requests: int, num_tokens: int, vocab_size: int) -> None:
     """Measures prompts of which none comes again, while the device is full."""
     draw = random.Random(2)
     times: dict[str, list[float]] = {name: [] for name in engines}
@@ -142,17 +220,21 @@ async def waste(engines: dict[str, TimedEngine], num_requests: int, num_tokens: 
         for kind in names[number % len(names) :] + names[: number % len(names)]:
             _, whole_s = await engines[kind].answer(f"once {number}", prompt)
             times[kind].append(whole_s)
-    print(f"  {num_requests} prompts that come once; whole request, median of the second half, and of its ratio to no tier")
+    rows = []
     for kind in times:
         ratios = [mine / other for mine, other in zip(times[kind], times["none"], strict=True)][num_requests // 2 :]
         whole_s = statistics.median(times[kind][num_requests // 2 :])
-        print(f"  {kind:5} {1e3 * whole_s:7.1f} ms, {statistics.median(ratios):.3f}; {describe(engines[kind])}")
+        rows.append((kind, 1e3 * whole_s, statistics.median(ratios), *count_stored(engines[kind])))
+    bench.print_rows(
+        f"{num_requests} prompts that come once, the second half", ("tier", "request, ms", "to none, median", *STORED), rows
+    )
 
 
-async def measure(options: argparse.Namespace) -> None:
-    """Prints the figures."""
+async def measure(options: argparse.Namespace, bench: Bench) -> None:
+    """Measures all."""
     model = str(find_model(options.model)) if options.model in MODELS else options.model
-    longest = options.tokens + options.turns * (TURN_TOKENS + ANSWER_TOKENS)
+    is_drawn = options.trace is None
+    longest = options.tokens + options.turns * (TURN_TOKENS + ANSWER_TOKENS) if is_drawn else TRACE_LEN
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         base = EngineConfig(
             model=model,
@@ -169,7 +251,9 @@ async def measure(options: argparse.Namespace) -> None:
         memory, vocab_size = dict(probe.transport.ready.memory), probe.transport.ready.model.vocab_size
         await probe.transport.close()
         token_bytes = memory["KV cache"] / (2 * -(-longest // base.block_size) * base.block_size)
-        needed_mb = options.conversations * longest * token_bytes / 2**20
+        turns = [] if is_drawn else read_turns(options, vocab_size)
+        num_tokens = options.conversations * longest if is_drawn else count_distinct(turns, base.block_size)
+        needed_mb = num_tokens * token_bytes / 2**20
         disk = f"disk:{directory},8G"
         settings = {"none": None, "disk": disk, "host": "host:1G", "both": f"host:{needed_mb / 5:.1f}M+{disk}"}
         engines = {}
@@ -179,23 +263,50 @@ async def measure(options: argparse.Namespace) -> None:
         async with running([*engines.values()]):
             print(f"{options.model} {options.quant}: {token_bytes / 1024:.1f} KiB of KV a token,"
                   f" {needed_mb:.0f} MiB in all, {needed_mb / 10:.0f} MiB on the device")  # fmt: skip
-            await measure_turns(engines, options, vocab_size)
+            bench.figures["KV"] = {"a token, KiB": token_bytes / 1024, "all, MiB": needed_mb, "device, MiB": needed_mb / 10}
+            if is_drawn:
+                times, longest = await converse(engines, options, vocab_size)
+                what = f"turns 2 to {options.turns} of {options.conversations} conversations, up to {longest} tokens"
+            else:
+                times = await replay(engines, turns)
+                num_later = sum(turn.is_later for turn in turns)
+                what = (
+                    f"{num_later} later turns among {len(turns)} requests of the Mooncake trace, {num_tokens} distinct tokens"
+                )
+            show_turns(bench, what, engines, times)
+            p50_s = {kind: statistics.median(taken) for kind, taken in times.items()}
+            for kind in settings:
+                if kind != "none":
+                    bench.check(f"{kind}: TTFT P50 of later turns, over recompute", p50_s[kind] / p50_s["none"], high=1.0)
             del engines["all"]
-            await waste(engines, options.once, options.tokens, vocab_size)
+            if options.once:
+                await waste(bench, engines, options.once, options.tokens, vocab_size)
 
 
-def main() -> None:
+def main() -> int:
     """Reads the arguments."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__)
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--quant", default="none")
     parser.add_argument("--conversations", type=int, default=24)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=600, help="of a conversation's first prompt")
-    parser.add_argument("--once", type=int, default=400, help="prompts that come once")
+    parser.add_argument("--trace", choices=("mooncake",), default=None, help="conversations of a trace; unset, drawn ones")
+    parser.add_argument("--requests", type=int, default=200, help="of the trace, about: whole conversations")
+    parser.add_argument("--once", type=int, default=400, help="prompts that come once; 0: none")
     parser.add_argument("--directory", default=None)
-    asyncio.run(measure(parser.parse_args()))
+    options = parser.parse_args()
+    bench = Bench(
+        "kv_tiers" if options.trace is None else f"kv_tiers_{options.trace}",
+        "Later turns of conversations ten times as large as the device's KV memory",
+        "with each tier the median later turn waits less for its first token than where it is computed",
+    )
+    load = os.getloadavg()
+    asyncio.run(measure(options, bench))
+    bench.figures["model"] = f"{options.model} {options.quant}"
+    bench.figures["load average before, after"] = [load[0], os.getloadavg()[0]]
+    return bench.finish(options)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -24,6 +24,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import ConfigError, PolicyError
 from cloister.types.events import Ended, KVLoaded, Scheduled, Submit
 from cloister.types.request import Request, SamplingParams
+from tests.adapter_factory import write_adapter
 from tests.model_factory import make_model
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -40,18 +41,33 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
+ADAPTER = "llama, an adapter"
+ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = CASES | {
+    ADAPTER: ("llama", {}),
+    **{f"llama, blocks of {size}": ("llama", {"block_size": size}) for size in (1, 8, 64)},
+    **{f"{kind}, blocks of {size}": (family, {"block_size": size})
+       for kind, family in (("windows", "gemma3_text"), ("latents", "deepseek_v2")) for size in (1, 8, 64)},
+    "int8, blocks of 1": ("llama", {"kv_dtype": "int8", "block_size": 1}),
+    "int4, blocks of 64": ("llama", {"kv_dtype": "int4", "block_size": 64}),
+}  # fmt: skip
+"""Those that are not `CASES` are run in part where tests are to be quick."""
+QUICK = {*CASES, ADAPTER, "llama, blocks of 1", "llama, blocks of 64", "windows, blocks of 8"}
+
+
 class Runner:
     """An engine whose steps the test makes."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
+        self.adapter: str | None = None
         self.events: list[Any] = []
         self.outputs: list[Any] = []
 
     def answer(self, name: str, token_ids: list[int]) -> list[tuple[Any, ...]]:
         """Returns its tokens and their log-probabilities."""
         sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=5)
-        self.core.input_queue.put(Submit(Request(request_id=name, token_ids=token_ids, sampling=sampling)))
+        request = Request(request_id=name, token_ids=token_ids, sampling=sampling, adapter=self.adapter)
+        self.core.input_queue.put(Submit(request))
         self.run_until(lambda: any(isinstance(e, Ended) and e.request_id == name for e in self.events))
         return [
             (token_id, score)
@@ -89,12 +105,19 @@ def prompt(number: int) -> list[int]:
     return [(17 * number + 7 * i + i * i) % 300 for i in range(150)]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in ROUND_TRIPS]
+)
 def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    config = make_config(tmp_path, *CASES[case])
+    config = make_config(tmp_path, *ROUND_TRIPS[case])
+    if case == ADAPTER:
+        config = replace(config, lora=f"ann={write_adapter(tmp_path / 'adapter', Path(config.model))}")
     small = replace(config, kv_memory_mb=kv_mb(config) / 2)  # two prompts of 154 tokens do not fit
     plain, tiered = Runner(build_engine(small)), Runner(build_engine(small))
+    if case == ADAPTER:
+        without = Runner(build_engine(small)).answer("first", prompt(0))
+        plain.adapter = tiered.adapter = tiered.core.adapters.loaded[0].digest
     # Less than the others' KV; with fewer slots states would go before they are written.
     host_kb = (1024 if "states" in case else 512) * kv_mb(config)
     tiered.core.open_kv_tiers(f"host:{host_kb:.0f}K+disk:{tmp_path},64M")
@@ -110,11 +133,10 @@ def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: 
     loaded = tiered.find(KVLoaded, "again")
     assert "disk" in loaded.tier or case == "states alone"
     assert loaded.complete
-    size = len(prompt(0))
-    assert (
-        tiered.find(Scheduled, "again").num_cached_tokens == loaded.num_tokens == size // config.block_size * config.block_size
-    )
+    num_hit = (len(prompt(0)) - 1) // config.block_size * config.block_size  # the last token is computed
+    assert tiered.find(Scheduled, "again").num_cached_tokens == loaded.num_tokens == num_hit
     assert again == first == plain.answer("first", prompt(0))
+    assert case != ADAPTER or first != without, "the adapter changes nothing"
 
 
 CODED: dict[str, tuple[str, dict[str, Any]]] = {

@@ -57,6 +57,20 @@ def test_what_storing_takes_for_one_owner_stops_it_for_no_other(index: KVTierInd
     assert held(index, b"bob") == [0, 1, 2]
 
 
+def test_steps_of_others_do_not_give_an_owner_time_to_store(index: KVTierIndex) -> None:
+    tiers = KVTiers([index])
+    store(index, b"ann", range(1))
+    anns = index.find(key_of(b"ann", 0), 0)
+    assert anns is not None
+    index.spend(1.0, [anns])
+    tiers.earn_step(100.0, [b"bob", b"bob"])
+    store(index, b"ann", range(1, 3))
+    assert held(index, b"ann") == [0]
+    tiers.earn_step(4.0, [b"bob", b"ann"])
+    store(index, b"ann", range(1, 3))
+    assert held(index, b"ann") == [0, 1, 2]
+
+
 def test_what_one_owner_has_in_the_queue_keeps_no_other_from_storing() -> None:
     index = KVTierIndex("disk", TierLayout((10 * 2**20,), (100,)), NUM_SHARES)
     for owner in (b"bob", b"ann"):

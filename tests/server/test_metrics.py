@@ -150,7 +150,7 @@ def test_blocks_are_not_told_before_the_engine_said_how_many_there_are():
 
 def test_loads_and_stores_of_kv_are_counted_by_tier():
     metrics = Metrics()
-    for tier, complete in (("disk", True), ("disk", True), ("disk", False), ("", True)):
+    for tier, complete in (("disk", True), ("disk", True), ("disk", False), ("", True), ("", True), ("peer", True)):
         metrics.observe(KVLoaded("r", 1.0, 32, 1000, 0.25, complete=complete, tier=tier))
     for num_bytes, used, oldest_s in ((500, 700, 2.0), (300, 900, 5.0)):
         stored = KVStored("disk", num_bytes=num_bytes, used_bytes=used, oldest_s=oldest_s)
@@ -158,7 +158,8 @@ def test_loads_and_stores_of_kv_are_counted_by_tier():
     shown = figures(metrics.render().decode())
     assert shown["cloister_kv_loads_total{result=whole,tier=disk}"] == 2
     assert shown["cloister_kv_loads_total{result=part,tier=disk}"] == 1
-    assert shown["cloister_kv_loads_total{result=whole,tier=peer}"] == 1
+    assert shown["cloister_kv_loads_total{result=whole,tier=engine}"] == 2, "loads from another engine"
+    assert shown["cloister_kv_loads_total{result=whole,tier=peer}"] == 1, "the tier `peer`"
     assert shown["cloister_kv_loaded_bytes_total{tier=disk}"] == 3000
     assert shown["cloister_kv_load_seconds_total{tier=disk}"] == 0.75
     assert shown["cloister_kv_stored_bytes_total{tier=disk}"] == 800

@@ -229,10 +229,10 @@ class EngineTiers:
         for index, layout in zip(self.tiers.indexes, layouts, strict=True):
             index.use_layout(layout)
 
-    def note_step(self) -> None:
-        """Notes that a step has run since `dispatch`: storing may take a small part of its processor time. Times on the clock
-        would let it take more on a busy machine, where it takes most from others."""
-        self.tiers.earn(STORE_SHARE * (time.process_time() - self._dispatched_s))
+    def note_step(self, owners: Sequence[bytes | None]) -> None:
+        """Notes that a step for these owners has run since `dispatch`: storing may take a small part of its processor time.
+        Times on the clock would let it take more on a busy machine, where it takes most from others."""
+        self.tiers.earn_step(STORE_SHARE * (time.process_time() - self._dispatched_s), owners)
 
     def take_stored(self, now: float) -> tuple[KVStored, ...]:
         """Returns what was written to each tier since the last call and what it holds, if either has changed."""

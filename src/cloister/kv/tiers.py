@@ -315,6 +315,12 @@ class KVTierIndex:
         elif owner in self._accounts:
             self._accounts[owner].earn(seconds)
 
+    def earn_step(self, seconds: float, owners: Iterable[bytes | None]) -> None:
+        """Lets storing take more time for the owners of what a step computed, each an equal part of `seconds`. Nobody else: who
+        waits for time to store would find more of its own while others are active."""
+        for payer in {self._payer(owner) for owner in owners}:
+            self.earn(seconds / self._num_shares, payer)
+
     def spend(self, seconds: float, blocks: Sequence[TierBlock]) -> None:
         """Notes what storing took for each of these blocks."""
         for block in blocks:
@@ -549,6 +555,11 @@ class KVTiers:
         """Lets storing take more time, in each tier the same (`KVTierIndex.earn`)."""
         for index in self.indexes:
             index.earn(seconds / len(self.indexes), owner)
+
+    def earn_step(self, seconds: float, owners: Sequence[bytes | None]) -> None:
+        """Lets storing take more time for the owners of what a step computed (`KVTierIndex.earn_step`)."""
+        for index in self.indexes:
+            index.earn_step(seconds / len(self.indexes), owners)
 
     def note_accesses(self, keys: Sequence[bytes], owner: bytes | None = None) -> None:
         """Notes that a request uses the blocks of a chain (`KVTierIndex.note_accesses`)."""

@@ -445,6 +445,11 @@ class Scheduler:
                 self._draft_allocator.learn(step, size, result, elapsed_s)
         return self.take_events()
 
+    def owners_of(self, plan: StepPlan) -> list[bytes | None]:
+        """Returns for whom a plan computes, as often as it has sequences of theirs (`RequestState.owner`)."""
+        found = (self._requests.sequences.get(part.seq_id) for part in plan.sequences)
+        return [sequence.request_state.owner for sequence in found if sequence is not None]
+
     def note_encoded(self, image: EncodedImage, now: float) -> None:
         """Notes that an image is encoded, so that plans may reach it; or ends its request if that failed."""
         if image.error:

@@ -49,6 +49,20 @@ def test_no_other_key_and_no_other_salt_finds_or_loads_what_a_tenant_sent(lab: L
     assert (mine_salted.num_cached, mine_salted.num_loads) == (NUM_HIT, 1)
 
 
+def test_the_steps_of_others_give_a_tenant_no_time_to_store(lab: Lab) -> None:
+    lab.ask("ann", lab.prompt(LENGTH))
+    evict(lab, "ann")
+    assert lab.tiers is not None
+    accounts = [account for index in lab.tiers.indexes for account in index._accounts.values()]  # hers alone so far
+    for account in accounts:
+        account.spend(10.0)
+    before_s = [account.credit_s for account in accounts]
+    lab.flood("bob", lab.num_kv_tokens)
+    assert [account.credit_s for account in accounts] == before_s
+    lab.ask("ann", lab.prompt(LENGTH))
+    assert all(account.credit_s > before for account, before in zip(accounts, before_s, strict=True))
+
+
 def test_a_tenant_finds_as_much_of_its_own_whether_or_not_others_fill_the_tiers(lab: Lab) -> None:
     found = []
     for is_busy in (False, True):

@@ -128,7 +128,8 @@ def _by_place(name: str, text: str, values: Mapping[tuple[str, int], int]) -> Me
 
 
 class KVTierTotals:
-    """Sums over all loads of KV, by where it came from: a tier, or `peer` for another engine."""
+    """Sums over all loads of KV, by where it came from: a tier, or `engine` for another engine (not the tier `peer`, which is
+    memory of another one that this engine stores in)."""
 
     def __init__(self) -> None:
         self._loads: Counter[tuple[str, ...]] = Counter()
@@ -140,7 +141,7 @@ class KVTierTotals:
 
     def note_load(self, event: KVLoaded) -> None:
         """Takes one load that has ended."""
-        tier = event.tier or "peer"
+        tier = event.tier or "engine"
         self._loads[tier, "whole" if event.complete else "part"] += 1
         self._bytes[tier,] += event.num_bytes
         self._load_s[tier] = self._load_s.get(tier, 0.0) + event.elapsed_s

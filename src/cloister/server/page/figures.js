@@ -206,7 +206,8 @@ function blocks(samples) {
 /** What tiers hold, which operators alone are told. */
 function tiers(samples) {
   return (samples.get("cloister_kv_tier_used_bytes") ?? []).map(({ labels: { tier }, value }) => {
-    const figure = (name) => valueOf(samples, `cloister_kv_${name}`, (labels) => labels.tier === tier) ?? 0;
+    // A load of several tiers is labelled with all of them, such as host+disk, and counts for each.
+    const figure = (name) => valueOf(samples, `cloister_kv_${name}`, (labels) => labels.tier.split("+").includes(tier)) ?? 0;
     return `${tier}: ${bytes(value)}, ${count(figure("loads_total"))} loads, the oldest block of ${seconds(figure("tier_oldest_seconds"))}`;
   });
 }
