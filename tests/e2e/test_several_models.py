@@ -85,10 +85,12 @@ def test_a_storm_for_both_gets_every_answer(server):
     assert [reply.json()["model"] for reply in replies] == ["facts", "draft"] * 8
 
 
-@pytest.mark.parametrize("body", [b"{", b'{"model": "facts", "x": ' + b"[" * 100_000])
-def test_a_body_that_cannot_be_read_is_a_clear_error(server, body):
+@pytest.mark.parametrize(
+    ("body", "code"), [(b"{", "invalid_json"), (b'{"model": "facts", "x": ' + b"[" * 100_000, "too_many_parts")]
+)
+def test_a_body_that_cannot_be_read_is_a_clear_error(server, body, code):
     reply = httpx.post(f"{server.url}/v1/chat/completions", content=body, headers={"content-type": "application/json"})
-    assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_json")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (400, code)
 
 
 @pytest.mark.parametrize(

@@ -128,7 +128,7 @@ def test_one_that_takes_too_long_fails_alone(engine):
     engine.clock.now_s += 6
     engine.drive(waiting)
     reason, error = engine.ends[waiting]
-    assert reason is FinishReason.ERROR
+    assert reason is FinishReason.UNSUPPORTED
     assert "too long to compile" in error
 
 
