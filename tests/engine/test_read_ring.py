@@ -73,13 +73,43 @@ def test_a_signal_during_a_read_changes_nothing(reader: FileReader, monkeypatch:
         nonlocal num_calls
         num_calls += 1
         if num_calls % 2:
-            raise InterruptedError
+            raise InterruptedError(errno.EINTR, os.strerror(errno.EINTR))
         return call(number, *arguments)
 
     reader.read(0, 1)  # this thread has its ring
     monkeypatch.setattr(read_ring, "_call", interrupt)
     assert bytes(reader.read(0, 9 * PAGE_BYTES)) == CONTENT[: 9 * PAGE_BYTES]
     assert num_calls > 1
+
+
+def test_a_kernel_without_memory_is_asked_again_and_no_read_is_given_up(
+    reader: FileReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, refused = read_ring._call, [errno.EAGAIN, errno.EBUSY, errno.ENOMEM]
+
+    def refuse(number: int, *arguments: object) -> int:
+        if refused:
+            raise OSError(refused.pop(), "not now")
+        return call(number, *arguments)
+
+    reader.read(0, 1)
+    monkeypatch.setattr(read_ring, "_call", refuse)
+    assert bytes(reader.read(0, 9 * PAGE_BYTES)) == CONTENT[: 9 * PAGE_BYTES]
+    assert bytes(reader.read(PAGE_BYTES, PAGE_BYTES)) == CONTENT[PAGE_BYTES : 2 * PAGE_BYTES]
+    assert not refused
+
+
+def test_a_ring_that_failed_is_not_used_again(reader: FileReader, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader.read(0, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(read_ring, "_call", lambda number, *arguments: _raise(OSError(errno.EFAULT, "broken")))
+        with pytest.raises(OSError, match="broken"):
+            reader.read(0, 5 * PAGE_BYTES)
+    assert bytes(reader.read(PAGE_BYTES, PAGE_BYTES)) == CONTENT[PAGE_BYTES : 2 * PAGE_BYTES]
+
+
+def _raise(error: OSError) -> int:
+    raise error
 
 
 def test_where_it_is_forbidden_it_is_left_out(fd: int, monkeypatch: pytest.MonkeyPatch) -> None:

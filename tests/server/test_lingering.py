@@ -10,6 +10,7 @@ import subprocess
 import time
 import urllib.error
 import urllib.request
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,29 @@ def test_a_refused_socket_is_closed_when_all_has_arrived(server: RunningServer) 
         while piece := client.recv(4096):
             reply += piece
     assert b" 413 " in reply.splitlines()[0]
+
+
+def test_what_was_read_of_a_refused_body_is_free_while_the_rest_is_awaited() -> None:
+    class Body(bytearray):
+        """One that can be referred to weakly."""
+
+    kept: list[weakref.ref[Body]] = []
+    seen: list[bool] = []
+
+    async def refuse(scope: Any, receive: Any, send: Any) -> None:
+        body = Body(b"x" * 1000)
+        kept.append(weakref.ref(body))
+        await receive()
+        await send({"type": "http.response.start", "status": 413, "headers": [(b"connection", b"close")]})
+        await send({"type": "http.response.body", "body": bytes(body[:1])})
+
+    async def receive() -> Any:
+        seen.append(kept[0]() is None)
+        return {"type": "http.request", "body": b"y", "more_body": len(seen) < 3}
+
+    async def send(message: Any) -> None:
+        pass
+
+    scope = {"type": "http", "headers": [(b"content-length", b"3000")]}
+    asyncio.run(LingeringMiddleware(refuse)(scope, receive, send))
+    assert seen == [False, True, True]

@@ -75,6 +75,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister import kv, scheduler
     from cloister.backends.base import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
+    from cloister.cluster.hot_prefixes import DUPLICATION_THREAT
     from cloister.cluster.migration import MIGRATION_THREAT
     from cloister.cluster.roles import DISAGGREGATION_THREAT, FLIP_THREAT
     from cloister.cluster.routers import ROUTERS
@@ -95,6 +96,7 @@ def list_entries() -> tuple[Entry, ...]:
         "metrics": PROFILING_THREAT,
         "shaped streams": SHAPING_THREAT,
         "draw of nodes": DRAW_THREAT,
+        "copies of hot prefixes": DUPLICATION_THREAT,
         "moves of running requests": MIGRATION_THREAT,
         "roles of replicas": DISAGGREGATION_THREAT,
         "flips of roles": FLIP_THREAT,

@@ -84,6 +84,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     core.input_queue = input_queue
     if not _set_up_kv(core, boot, kv_pool, send):
         return 1
+    del boot, frame, kv_pool  # the secret of the pool lies in locked memory now
     core.freeze_gc_heap()
     if listener is not None:
         threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()

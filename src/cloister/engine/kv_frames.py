@@ -16,6 +16,8 @@ import msgspec
 
 from cloister.types.errors import CloisterError
 
+MAX_HALF_BYTES: Final = 256 * 2**20
+"""The largest part of KV for which an engine offers memory: one entry, or parts of a MiB."""
 _LENGTH: Final = struct.Struct(">I")
 _M = TypeVar("_M")
 

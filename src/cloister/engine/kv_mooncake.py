@@ -26,13 +26,12 @@ import msgspec
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cloister.engine.kv_frames import KVLinkError, pack, read_exactly, receive_frame, time_left
+from cloister.engine.kv_frames import MAX_HALF_BYTES, KVLinkError, pack, read_exactly, receive_frame, time_left
 from cloister.types.errors import ConfigError
 
 ADDRESS: Final = "127.0.0.1"
 NUM_MEMORIES: Final = 24
 """Pieces of memory that an engine registers at most, of all sizes; 8 pulls and 16 engines that are served use one each."""
-MAX_HALF_BYTES: Final = 256 * 2**20
 _TAG_BYTES: Final = 16
 _MAX_INVITATION_BYTES: Final = 4096
 _READ: Final = b"\x06"

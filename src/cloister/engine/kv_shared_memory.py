@@ -17,7 +17,7 @@ import threading
 from collections.abc import Sequence
 from typing import Final
 
-from cloister.engine.kv_frames import KVLinkError, read_exactly, time_left
+from cloister.engine.kv_frames import MAX_HALF_BYTES, KVLinkError, read_exactly, time_left
 
 NUM_IDLE: Final = 4
 """Memories that an engine keeps between pulls. To get pages from the system costs more than to write them."""
@@ -154,6 +154,8 @@ class SharedOutbox:
             if seals & _SEALS != _SEALS:
                 raise KVLinkError("an engine sent memory that can change its length")
             num_bytes = os.fstat(fds[0]).st_size
+            if num_bytes > 2 * MAX_HALF_BYTES:
+                raise KVLinkError("an engine sent more memory than a part of KV can need")
             self._map = mmap.mmap(fds[0], num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
             raise KVLinkError("an engine sent what is no shared memory") from error

@@ -136,7 +136,11 @@ class _RingReader(_DirectReader):
             ring = self._rings.own = ReadRing(RING_PARTS)
         buffer = self._buffer(-(-num_bytes // PAGE_BYTES) * PAGE_BYTES)
         part_bytes = -(-len(buffer) // (RING_PARTS * PAGE_BYTES)) * PAGE_BYTES
-        return buffer[: min(num_bytes, ring.read(self._fd, buffer, place, part_bytes))]
+        try:
+            return buffer[: min(num_bytes, ring.read(self._fd, buffer, place, part_bytes))]
+        except BaseException:
+            del self._rings.own  # its next read begins with another one
+            raise
 
 
 READ_ENGINES: Final[dict[str, Callable[[int], FileReader]]] = {

@@ -7,12 +7,12 @@ Sandboxes often forbid io_uring, as the kernel's side of it has had many faults;
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import errno
 import mmap
 import os
 import struct
+import time
 import weakref
 from typing import Final
 
@@ -25,6 +25,9 @@ _SQE: Final = struct.Struct("<BBHiQQIIQ")
 _SQE_BYTES, _CQE_BYTES = 64, 16
 _CQE: Final = struct.Struct("<Qi")
 _WORD: Final = struct.Struct("<I")
+
+_PASSING: Final = (errno.EINTR, errno.EAGAIN, errno.EBUSY, errno.ENOMEM)
+"""The kernel lacks memory or has too many completions for now, or a signal came."""
 
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 
@@ -90,9 +93,13 @@ class ReadRing:
         results: dict[int, int] = {}
         num_left = num_parts
         while num_left or len(results) < num_parts:
-            with contextlib.suppress(InterruptedError):
-                arguments = (num_left, num_parts - len(results), _GET_EVENTS)
+            arguments = (num_left, num_parts - len(results), _GET_EVENTS)
+            try:
                 num_left -= _call(_ENTER, self._fd, *map(ctypes.c_uint, arguments), None, ctypes.c_size_t(0))
+            except OSError as error:
+                if error.errno not in _PASSING:
+                    raise
+                time.sleep(0.001)  # what was submitted goes on, so nothing may be given up
             head, tail = self._word(self._cq_head), self._word(self._cq_tail)
             while head != tail:
                 number, result = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)

@@ -223,7 +223,8 @@ class ProcessTransport(_ChannelTransport):
             near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _BUFFER_BYTES)
             near.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, _BUFFER_BYTES)
             self._messages = await MessageStream.open(near)
-            self._process, self._stacks_fd, self._seat = process, stacks_fd, seat
+            self._process, self._stacks_fd = process, stacks_fd
+            self._seat = None if seat is None else msgspec.structs.replace(seat, secret=b"")  # the pool alone keeps it
             on_failure.pop_all()
 
     async def _make_process(self, far: socket.socket, boot: channel.Boot) -> ProcessHandle:

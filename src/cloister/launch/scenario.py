@@ -124,6 +124,7 @@ class _ProcessRun:
         self._answered = asyncio.Event()
         self._holders: Counter[int] = Counter()
         self._steps: dict[int, Stepped] = {}
+        self._heard: list[EngineClient] = []
         self._is_over = False
         self._before = {*_descendants(os.getpid())}
 
@@ -150,6 +151,7 @@ class _ProcessRun:
                 "max_batched_tokens": shape.max_batched_tokens,
                 "max_num_seqs": self.scenario.max_num_seqs,
                 "stall_timeout_s": self.scenario.stall_timeout_s,
+                "scheduler": self.scenario.scheduler,
                 **settings,
             }
         )
@@ -165,8 +167,10 @@ class _ProcessRun:
                 "verify_replay": scenario.verify_replay,
                 "prefill": scenario.roles.count("prefill"),
                 "decode": scenario.roles.count("decode"),
+                "standby": scenario.num_standby,
+                "replicate_hot_prefixes": scenario.copies_prefixes,
             }
-            if scenario.moves_kv or {*scenario.roles} - {"mixed"}:
+            if scenario.moves_kv or scenario.copies_prefixes or {*scenario.roles} - {"mixed"}:
                 given["kv_transfer"] = KV_TRANSFERS[self.on]
         if scenario.idle_timeout_s is not None:
             given["idle_timeout_s"] = scenario.idle_timeout_s
@@ -197,8 +201,6 @@ class _ProcessRun:
         front = make_engine(settings.engine.config, settings.server.config)
         front.subscribe(self._observe)
         await front.start()
-        for index, client in enumerate(_clients(front)):
-            client.subscribe(lambda event, index=index: self._note_step(index, event))  # type: ignore[misc]
         self.front = front
 
     def _observe(self, event: Event) -> None:
@@ -305,7 +307,7 @@ class _ProcessRun:
         if not isinstance(front, ReplicaSet):
             return
         if operation.kind != "update":
-            await operate(front, operation)
+            await operate(front, operation, self.answers)
             return
         with contextlib.suppress(InvalidRequestError):  # another one is under way
             front.update_replicas(None)
@@ -367,9 +369,13 @@ class _ProcessRun:
     async def _probe(self, front: RequestClient, index: int) -> list[str]:
         """Has an engine answer one token, which shows its blocks: those of this request, and what is left of others."""
         request = make_request(Job(at_s=0.0, prompt="", max_tokens=2), f"probe {index} {time.monotonic()}", [1])
+        client = _clients(front)[index]
+        if client not in self._heard:  # an update gives replicas new ones
+            self._heard.append(client)
+            client.subscribe(lambda event: self._note_step(index, event))
         try:
             async with asyncio.timeout(PROBE_TIMEOUT_S):
-                await _clients(front)[index].follow(request, lambda output: None)
+                await client.follow(request, lambda output: None)
         except (TimeoutError, CloisterError) as error:
             return [f"engine {index} answers nothing: {type(error).__name__}"]
         num_used = self._steps[index].num_used_blocks

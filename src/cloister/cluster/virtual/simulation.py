@@ -116,8 +116,12 @@ def prompt_of(job: Job) -> bytes:
     return job.prompt.encode() if job.kills_after is None else b"\1" + job.prompt.encode()
 
 
-async def operate(front: ReplicaSet, operation: OperatorAction) -> None:
-    """Moves a request, drains a replica or changes a role, if the cluster lets it."""
+async def operate(front: ReplicaSet, operation: OperatorAction, answers: Sequence[JobAnswer]) -> None:
+    """Moves a request, drains a replica, changes a role or drops a cache, if the cluster lets it.
+
+    Args:
+        answers: to the jobs, by number.
+    """
     with contextlib.suppress(InvalidRequestError):  # no other replica would be left
         match operation.kind:
             case "migrate":
@@ -128,6 +132,8 @@ async def operate(front: ReplicaSet, operation: OperatorAction) -> None:
                 front.return_replica(operation.replica)
             case "flip":
                 await front.set_role(operation.replica, operation.role, DRAIN_S)
+            case "forget":
+                await front.inspect_cache(answers[operation.job].request.scope, drop=True)
 
 
 def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, vocab_size: int = VOCAB_SIZE) -> Request:
@@ -380,10 +386,8 @@ class _Simulation:
             return
         if operation.kind == "update":
             await self._update(front, operation)
-        elif operation.kind == "forget":
-            await front.inspect_cache(self.answers[operation.job].request.scope, drop=True)
         else:
-            await operate(front, operation)
+            await operate(front, operation, self.answers)
 
     async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
         before = self.updating

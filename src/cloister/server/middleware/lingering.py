@@ -42,7 +42,7 @@ class LingeringMiddleware:
         if scope["type"] != "http" or not _sends_body(scope):
             await self._app(scope, receive, send)
             return
-        has_more, has_asked, closes = True, False, _will_close(scope)
+        has_more, has_asked, closes, lingers = True, False, _will_close(scope), False
 
         async def receive_noting() -> Message:
             nonlocal has_more, has_asked
@@ -52,19 +52,20 @@ class LingeringMiddleware:
             return message
 
         async def send_noting(message: Message) -> None:
-            nonlocal closes
+            nonlocal closes, lingers
             if message["type"] == "http.response.start":
                 closes = closes or _says_close(message.get("headers", ()))
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
             is_sent = has_asked or not _has(scope["headers"], b"expect", b"100-continue")
             if is_last and has_more and closes and is_sent and self._num_lingering < MAX_LINGERING:
-                await send({**message, "more_body": True})
-                await self._discard(receive)
-                await send({"type": "http.response.body", "body": b""})
-            else:
-                await send(message)
+                lingers = True
+                message = {**message, "more_body": True}
+            await send(message)
 
         await self._app(scope, receive_noting, send_noting)
+        if lingers:  # not before the application has let go of what it had read
+            await self._discard(receive)
+            await send({"type": "http.response.body", "body": b""})
 
     async def _discard(self, receive: Receive) -> None:
         num_bytes, has_more, now_s = 0, True, asyncio.get_running_loop().time
