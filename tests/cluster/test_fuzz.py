@@ -332,3 +332,21 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
     for name in ("odd.json", "missing.json"):
         with pytest.raises(ConfigError, match="holds no scenario"):
             fuzz.read_scenario(tmp_path / name)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"seed": 1, "fault": []}', "unknown field `fault`"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "max_token": 3}]}', "unknown field `max_token`"),
+        ('{"seed": 1, "num_replicas": 0, "jobs": [{"at_s": 0, "prompt": "a"}]}', "1 or more"),
+        ('{"seed": 1, "roles": ["prefill"], "jobs": [{"at_s": 0, "prompt": "a"}]}', "as many roles"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a"}], "faults": [{"at_s": 0, "kind": "crash", "replica": 2}]}', "0 to 1"),
+        ('{"seed": 1, "num_standby": 2, "jobs": [{"at_s": 0, "prompt": "a"}]}', "less than num_replicas"),
+        ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
+    ],
+)
+def test_a_scenario_that_cannot_be_is_one_error(tmp_path: Path, text: str, said: str) -> None:
+    (tmp_path / "odd.json").write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        fuzz.read_scenario(tmp_path / "odd.json")

@@ -64,10 +64,12 @@ def test_both_find_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
     def start_over(found: InFlightRequest, now: float) -> Submit:
         return Submit(found.request, found.seed)
 
-    crash = msgspec.structs.replace(SCENARIO, moves_kv=0.0, jobs=JOBS[:2], faults=(CRASH,), operations=())
+    killer = msgspec.structs.replace(JOBS[0], kills_after=6, ignores_eos=True)  # its engine dies with half of its answer given
+    crash = msgspec.structs.replace(SCENARIO, moves_kv=0.0, jobs=(killer, JOBS[1]), faults=(), operations=())
+    assert fuzz.replay(crash).violations == run_on_processes(crash, "local", MODEL).violations == ()
     monkeypatch.setattr(InFlightRequest, "submission", start_over)
-    for violations in (fuzz.replay(crash).violations, run_on_processes(crash, "local", MODEL).violations):
-        assert any("got another answer than from one engine alone" in violation for violation in violations)
+    assert fuzz.replay(crash).violations
+    assert run_on_processes(crash, "local", MODEL).violations
 
 
 def test_what_only_virtual_time_can_do_is_refused_by_name_or_left_out() -> None:

@@ -306,12 +306,11 @@ async def follow(cluster: ReplicaSet, request: Request, token_ids: list[int]) ->
 
 async def check_copies(cluster: ReplicaSet) -> None:
     """Checks that a hot prompt is copied, is a hit where it was copied, and is gone with its owner's cache."""
-    hot, loads = PROMPT[:200], note_loads(cluster, 1)
+    hot, loads = PROMPT[:200], [note_loads(cluster, 0), note_loads(cluster, 1)]
     alone: list[int] = []
     await follow(cluster, make_request("alone", hot), alone)
     owner = cluster._replicas[0] if cluster.snapshots()[0].num_routed else cluster._replicas[1]
     other = cluster._replicas[1] if owner is cluster._replicas[0] else cluster._replicas[0]
-    loads += note_loads(cluster, 0)
     answers: dict[str, list[int]] = {f"hot {number}": [] for number in range(7)}
     tasks = []
     for name, answer in answers.items():  # as many as the router leaves to the replica that has it
@@ -320,7 +319,7 @@ async def check_copies(cluster: ReplicaSet) -> None:
         cluster._copies.note(request, cluster._replicas.index(owner))  # type: ignore[union-attr]
         owner.submit(request, lambda output, answer=answer: answer.extend(output.token_ids))
     await wait_until(lambda: sum(each.num_prefix_copies for each in cluster.snapshots()) == 1)
-    assert [load.complete for load in loads] == [True]
+    assert [load.complete for of_replica in loads for load in of_replica] == [True]
     hits: list[Scheduled] = []
     other.subscribe(lambda event: hits.append(event) if isinstance(event, Scheduled) else None)
     copied: list[int] = []

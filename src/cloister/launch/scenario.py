@@ -93,6 +93,8 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
             f"only virtual time can do this: {', '.join(impossible)}. Take it out of the file, or give --skip-impossible",
             param="scenario",
         )
+    if not scenario.jobs:
+        raise ConfigError("the scenario has no jobs, so engines would have nothing to do; give it some", param="scenario")
     run = _ProcessRun(scenario, on, model)
     alone = run.answer_alone()
     asyncio.run(run.run())
@@ -378,7 +380,9 @@ class _ProcessRun:
                 await client.follow(request, lambda output: None)
         except (TimeoutError, CloisterError) as error:
             return [f"engine {index} answers nothing: {type(error).__name__}"]
-        num_used = self._steps[index].num_used_blocks
+        if (step := self._steps.get(index)) is None:
+            return [f"engine {index} has made no step"]  # it was starting
+        num_used = step.num_used_blocks
         return [f"engine {index} still uses {num_used - 1} blocks"] if num_used > 1 else []
 
     async def _look_for_processes(self) -> None:

@@ -98,13 +98,31 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
 
 
 def read_scenario(path: Path) -> Scenario:
-    """Reads a scenario. Raises ConfigError if the file holds none."""
+    """Reads a scenario. Raises ConfigError if the file holds none, or one that cannot be."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Scenario)
+        scenario = msgspec.json.decode(path.read_bytes(), type=Scenario)
     except (OSError, msgspec.MsgspecError) as error:
         raise ConfigError(
-            f"{path} holds no scenario: {error}; `cloister cluster fuzz` writes some", param="scenario"
+            f"{path} holds no scenario: {error}; docs/cluster.md has one, and `cloister cluster fuzz` writes those that fail",
+            param="scenario",
         ) from error
+    if wrong := _find_mistake(scenario):
+        raise ConfigError(f"the scenario {path} cannot be: {wrong}", param="scenario")
+    return scenario
+
+
+def _find_mistake(scenario: Scenario) -> str | None:
+    num_replicas, roles = scenario.num_replicas, scenario.roles
+    named = [fault.replica for fault in scenario.faults] + [operation.replica for operation in scenario.operations]
+    if num_replicas < 1 or (roles and len(roles) != num_replicas):
+        return "num_replicas is 1 or more, and there are as many roles, or none"
+    if any(not 0 <= replica < num_replicas for replica in named):
+        return f"faults and operations are of replicas 0 to {num_replicas - 1}"
+    if not 0 <= scenario.num_standby < num_replicas:
+        return "num_standby is less than num_replicas"
+    if scenario.router not in ROUTERS.names() or scenario.scheduler not in POLICIES.names():
+        return f"routers are {', '.join(ROUTERS.names())}; schedulers {', '.join(POLICIES.names())}"
+    return None
 
 
 def write_scenario(scenario: Scenario, path: Path) -> None:

@@ -43,7 +43,7 @@ SHARED_TEXT: Final = "Between two engines goes a text. "
 """How prompts begin in a scenario in which KV moves."""
 
 
-class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A request of a client.
 
     Attributes:
@@ -74,7 +74,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cancel_after_s: float | None = None
 
 
-class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Something that goes wrong.
 
     Attributes:
@@ -95,7 +95,7 @@ class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ways: Literal["both", "to_engine", "to_front"] = "both"
 
 
-class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """Something that an operator or a controller does.
 
     Attributes:
@@ -119,7 +119,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 _Happening = TypeVar("_Happening", Job, InjectedFault, OperatorAction)
 
 
-class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
     """A run of a virtual cluster.
 
     Attributes:
