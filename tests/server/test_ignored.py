@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from cloister.server.parse import IGNORED_HEADER, MAX_NAMED, UNPRINTABLE
+from cloister.server.parse import IGNORED_HEADER, MANY_FIELDS, MAX_NAMED, UNPRINTABLE
 from cloister.types.config import ServerConfig
 from tests.server.running_server import MODEL, serving, start_speaking
 from tests.server.test_bad_input import CHAT, HELLO, SECRET, TEXT, check_error
@@ -74,6 +74,13 @@ def test_what_is_no_name_is_not_repeated(client, strict, name):
     assert ignored(client.post(CHAT, json={**BODY, name: 1})) == UNPRINTABLE
     error = check_error(strict.post(CHAT, json={**BODY, name: 1}), 400)
     assert name not in error["message"] or not name
+
+
+def test_more_than_can_be_named_are_ignored_too(client, strict):
+    body = {"prompt": "x", **{f"field{number}": 1 for number in range(1500)}}
+    assert ignored(client.post("/tokenize", json=body)) == MANY_FIELDS
+    check_error(strict.post("/tokenize", json=body), 400)
+    check_error(client.post("/tokenize", json={**body, "prompt": [1]}), 400)
 
 
 def test_a_header_names_a_few_of_many(client):

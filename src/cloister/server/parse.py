@@ -186,6 +186,8 @@ MAX_EXACT: Final = 2**53
 UNKNOWN: Final = "extra_forbidden"
 NEAR: Final = 0.7
 """Minimum similarity of a suggested name; 1 is equal."""
+MANY_FIELDS: Final = f"(more than {MAX_MISTAKES:,} fields)"
+"""Stands for unknown fields that are too many to be named."""
 _TOO_MANY: Final = "The body has too many mistakes to name one; check it against the documentation."
 _INDEX: Final = re.compile(r"\[\d+\]")
 _TAGS: Final = frozenset({"text", "image_url", "thinking"})
@@ -293,7 +295,10 @@ def _read(body: Mapping[str, Any], kind: type[Body]) -> Body | _Refusal:
             read = kind.model_validate(body, extra=extra)
         except ValidationError as error:
             if error.error_count() > MAX_MISTAKES:  # computes all errors to get the first
-                return _Refusal(invalid(_TOO_MANY))
+                if extra is not None or ignored_fields().is_strict:
+                    return _Refusal(invalid(_TOO_MANY))
+                ignored_fields().add(MANY_FIELDS)
+                continue  # they may all be unknown fields, such as one in each message
             problems = error.errors(include_url=False, include_input=False)
         except InvalidRequestError as error:  # of a validator of ours
             return _Refusal(error.with_traceback(None), may_be_float=True)
