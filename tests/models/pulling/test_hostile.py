@@ -63,7 +63,7 @@ def answering(answers: Mapping[str, Answer]) -> Iterator[tuple[str, list[str]]]:
 def says(body: bytes, kind: str = "text/html", status: int = 200, **headers: str) -> Answer:
     def answer(handler: BaseHTTPRequestHandler) -> None:
         handler.send_response(status)
-        for name, value in {"Content_Type": kind, "Content_Length": str(len(body)), **headers}.items():
+        for name, value in {"Content_Type": kind, "Content_Length": str(len(body)), "Connection": "close", **headers}.items():
             handler.send_header(name.replace("_", "-"), value)
         handler.end_headers()
         handler.wfile.write(body)
