@@ -87,6 +87,7 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicate_hot_prefixes": True}, "set replicas to 2 or more"),
         ({"standby": 1}, "set replicas to 2 or more"),
         ({"replicas": 2, "standby": 2}, "set replicas to 3 or more"),
+        ({"replicas": 3, "standby": 1, "prefill": 1, "decode": 2, "kv_transfer": "shm"}, "1 of 3 .* set replicas to 4 or more"),
         ({"replicas": 2, "standby": 1, "idle_timeout_s": 5.0}, "leave standby or idle_timeout_s out"),
         ({"replicas": 3, "standby": 1, "prefill": 2, "kv_transfer": "unix"}, "no replica is left to decode"),
         ({"replicas": 2, "replicate_hot_prefixes": True}, "set kv_transfer to shm"),

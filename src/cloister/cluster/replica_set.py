@@ -189,7 +189,6 @@ class ReplicaSet(RequestClient):
         self._handing_off: list[set[str]] = [set() for _ in self._replicas]
         self._draining: set[int] = set()
         self._standby = set(range(len(self._replicas) - config.num_standby, len(self._replicas)))
-        self._keeper = StandbyKeeper(draw or random.SystemRandom())
         self._num_promotions = [0 for _ in self._replicas]
         self._moving: set[str] = set()
         self._shadow_moves = ShadowMoves(self._replicas, block_size, self._is_accepting, self._note_move)
@@ -208,6 +207,7 @@ class ReplicaSet(RequestClient):
         self._speeds = ReplicaSpeeds(len(replicas))
         self._avoids_slow = avoids_slow
         self._draw = draw or random.SystemRandom()
+        self._keeper = StandbyKeeper(self._draw)
         self._verifier = ReplayVerifier(self._replicas, verify_replay, self._draw)
         self._clock = clock or WallClock()
         self._actions = ActionLog(self._clock)

@@ -300,7 +300,14 @@ def _check_roles(server: ServerConfig) -> None:
     given = [name for name in ("prefill", "decode", "rebalance") if getattr(server, name)]
     if server.replicas == 1 and given:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
-    assign_roles(server.replicas - server.standby, server.prefill, server.decode)
+    num_active = server.replicas - server.standby
+    if server.standby and server.prefill + server.decode > num_active:
+        raise ConfigError(
+            f"{server.standby} of {server.replicas} replicas stand by, so {num_active} are left for {server.prefill} that "
+            f"prefill and {server.decode} that decode; set replicas to {server.prefill + server.decode + server.standby} or more",
+            param="replicas",
+        )
+    assign_roles(num_active, server.prefill, server.decode)
 
 
 def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
