@@ -304,7 +304,8 @@ def _check_roles(server: ServerConfig) -> None:
     if server.standby and server.prefill + server.decode > num_active:
         raise ConfigError(
             f"{server.standby} of {server.replicas} replicas stand by, so {num_active} are left for {server.prefill} that "
-            f"prefill and {server.decode} that decode; set replicas to {server.prefill + server.decode + server.standby} or more",
+            f"prefill and {server.decode} that decode; set replicas to {server.prefill + server.decode + server.standby} or "
+            "more",
             param="replicas",
         )
     assign_roles(num_active, server.prefill, server.decode)
