@@ -165,7 +165,7 @@ class Moves:
         draw = random.Random(seed)
         while len(self.done) < count:
             await asyncio.sleep(EVERY_S)
-            places = self.cluster._places
+            places = self.cluster._moves.places
             running = [name for name, one in self._by_id.items() if one.token_ids and name in places]
             if running:
                 name = draw.choice(running)

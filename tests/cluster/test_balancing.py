@@ -13,10 +13,10 @@ from itertools import pairwise
 
 import pytest
 
-from cloister.cluster import replica_set
+from cloister.cluster import ReplicaSet, controllers
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.migration import LoadBalancer
-from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
@@ -115,7 +115,7 @@ def longest_wait_s(seen: Seen) -> float:
 
 def test_urgent_requests_keep_room_to_grow(monkeypatch: pytest.MonkeyPatch) -> None:
     after, counts = run_virtually(serve(URGENT, True))
-    monkeypatch.setattr(replica_set, "LoadBalancer", partial(LoadBalancer, headroom=0.0))
+    monkeypatch.setattr(controllers, "LoadBalancer", partial(LoadBalancer, headroom=0.0))
     before, others = run_virtually(serve(URGENT, True))
     assert (others["move_to_headroom"], counts["move_to_headroom"] > 0) == (0, True)
     assert longest_wait_s(before[4]) > 0.5
@@ -131,9 +131,9 @@ async def drain(num_requests: int) -> tuple[list[int], Mapping[str, int]]:
     requests = [Request(request_id=f"r{i}", token_ids=[i, i + 1], sampling=sampling) for i in range(num_requests)]
     tasks = [asyncio.create_task(front.follow(request, lambda output: None)) for request in requests]
     await asyncio.sleep(0.5)
-    before = {name for name, index in front._places.items() if index == 0}
+    before = {name for name, index in front._moves.places.items() if index == 0}
     await front.drain_replica(0)
-    targets = [index for name, index in front._places.items() if name in before]
+    targets = [index for name, index in front._moves.places.items() if name in before]
     counts = Counter(front.action_counts())
     await asyncio.gather(*tasks)
     await front.drain(0.0)

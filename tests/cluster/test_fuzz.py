@@ -15,6 +15,7 @@ from cloister.cluster.lengths import LengthForecasts
 from cloister.cluster.link import Link, LinkFrame
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import RollingUpdate
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
@@ -219,9 +220,9 @@ def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
 
 
 def take_any_weights(
-    replicas: ReplicaSet, found: InFlightRequest | None = None, but: int | None = None
+    states: ReplicaStates, found: InFlightRequest | None = None, but: int | None = None
 ) -> list[ReplicaSnapshot]:
-    return replicas._accepting(but)
+    return states.accepting(but)
 
 
 async def exchange_at_once(update: RollingUpdate, index: int, client: EngineClient) -> EngineClient:
@@ -257,7 +258,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what two engines said is passed on twice": (Shadow, "news", say_all_again),
     "a request is open at both engines that compute it": (InFlightRequests, "add_shadow", pass_on_shadows),
     "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
-    "an answer goes on with other weights": (ReplicaSet, "_able", take_any_weights),
+    "an answer goes on with other weights": (ReplicaStates, "able", take_any_weights),
     "a replica that has requests gets another engine": (RollingUpdate, "_exchange", exchange_at_once),
     "a failed update leaves both weights": (RollingUpdate, "_roll_back", leave_both_weights),
 }

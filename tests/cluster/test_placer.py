@@ -28,7 +28,7 @@ from cloister.cluster.backend.placer import (
     share_memory,
 )
 from cloister.cluster.remote.transport import RemoteTransport
-from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import RouterContext
 from cloister.cluster.virtual.engine import write_byte_tokenizer

@@ -10,7 +10,7 @@ import pytest
 
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.prompt_followers import MAX_FOLLOWED
-from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine.replica_snapshot import Role
 from cloister.engine.supervision import Supervision
@@ -159,7 +159,7 @@ def test_a_request_whose_follower_is_drained_goes_on_elsewhere_and_the_follower_
     front = Front()
     front.begin()
     (target,) = front.where(PrefetchKV)
-    front.cluster._draining.add(target)
+    front.cluster._states.draining.add(target)
     front.finish_prompt()
     assert front.sent(Submit, 3 - target)
     assert front.where(CancelPrefetch) == [target]
@@ -168,7 +168,7 @@ def test_a_request_whose_follower_is_drained_goes_on_elsewhere_and_the_follower_
 def test_a_request_that_no_replica_goes_on_with_stays_and_is_followed_by_none() -> None:
     front = Front(("prefill", "decode"))
     front.begin()
-    front.cluster._draining.add(1)
+    front.cluster._states.draining.add(1)
     front.finish_prompt()
     assert [submit.prefill_only for submit in front.sent(Submit, 0)] == [True, False]
     assert front.where(CancelPrefetch) == [1]

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cloister.cluster import ROUTERS, ReplicaSet, shadow_moves
-from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
 from cloister.cluster.virtual.engine import write_byte_tokenizer

@@ -12,7 +12,7 @@ from itertools import pairwise
 import pytest
 
 from cloister.cluster.link import LinkTimes
-from cloister.cluster.replica_set import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
@@ -75,10 +75,10 @@ async def measure(seed: int, slowness: Sequence[float]) -> tuple[list[float], fl
     async def keep_moving(mover: random.Random) -> None:
         while left:
             await asyncio.sleep(2 * SHAPE.step_s)
-            running = sorted(name for name, times_s in tokens_s.items() if times_s and name in front._places)
+            running = sorted(name for name, times_s in tokens_s.items() if times_s and name in front._moves.places)
             if running:
                 name = mover.choice(running)
-                await front.migrate(name, 1 - front._places[name])
+                await front.migrate(name, 1 - front._moves.places[name])
 
     movers = [keep_moving(random.Random(number)) for number in range(NUM_MOVERS)]
     await asyncio.gather(*map(answer, range(NUM_REQUESTS)), *movers)

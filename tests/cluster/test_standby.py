@@ -8,6 +8,7 @@ import random
 import signal
 
 from cloister.cluster import ReplicaSet, ReplicaSnapshot
+from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.standby import Promotion, StandbyKeeper
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
@@ -50,13 +51,13 @@ JOBS = tuple(Job(at_s=0.05 * number, prompt="a text of some length", max_tokens=
 
 def test_a_killed_replica_is_replaced_before_its_requests_go_on(monkeypatch) -> None:  # type: ignore[no-untyped-def]
     places: list[tuple[int, int]] = []
-    promote = ReplicaSet._promote
+    promote = ReplicaStates.promote
 
-    def note(cluster: ReplicaSet, index: int, instead_of: int) -> None:
-        promote(cluster, index, instead_of)
+    def note(states: ReplicaStates, index: int, instead_of: int) -> None:
+        promote(states, index, instead_of)
         places.append((index, instead_of))
 
-    monkeypatch.setattr(ReplicaSet, "_promote", note)
+    monkeypatch.setattr(ReplicaStates, "promote", note)
     crash = InjectedFault(at_s=0.3, kind="crash", replica=0)
     outcome = fuzz.replay(Scenario(seed=1, num_replicas=2, num_standby=1, jobs=JOBS, faults=(crash,)))
     assert not outcome.violations

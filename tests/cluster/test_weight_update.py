@@ -258,7 +258,7 @@ def test_a_move_that_waits_for_a_step_does_not_go_on_with_the_other_weights_that
             await until(lambda: begun.token_ids)
             replicas.return_replica(1)
             moving = asyncio.create_task(replicas.migrate(begun.request.request_id, 1))
-            await until(lambda: replicas._step_waiters[0])
+            await until(lambda: replicas._moves._step_waiters[0])
             old = replicas.put_client(1, other)
             assert not await moving
             await until(lambda: begun.ends)

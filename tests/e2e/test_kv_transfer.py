@@ -216,7 +216,7 @@ def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_bl
                 answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
                 await wait_until(lambda name=name: len(answers[name]) > 10)
                 if name == "moves":
-                    assert await cluster.migrate(name, 1 - cluster._places[name])
+                    assert await cluster.migrate(name, 1 - cluster._moves.places[name])
                 await answer
         finally:
             await cluster.drain(0.0)

@@ -58,7 +58,10 @@ class EngineRelease:
 class UpdatableReplicas(Protocol):
     """What an update needs of replicas."""
 
-    model: ModelInfo
+    @property
+    def model(self) -> ModelInfo:
+        """That of new requests."""
+        ...
 
     @property
     def num_replicas(self) -> int: ...
@@ -112,10 +115,14 @@ class RollingUpdate:
     Args:
         release: makes the clients of new engines.
         before: made those of the present ones, which have other weights; None: they have the same.
+
+    Attributes:
+        release: as above.
     """
 
     def __init__(self, replicas: UpdatableReplicas, release: EngineRelease, before: EngineRelease | None = None) -> None:
-        self._replicas, self._release, self._before = replicas, release, before
+        self.release = release
+        self._replicas, self._before = replicas, before
         self._old, self._new = replicas.model, None if before is not None else replicas.model
         self._has_switched = False
         self._updated: list[int] = []
@@ -150,7 +157,7 @@ class RollingUpdate:
             self._is_running = self._is_rolling_back = False
 
     async def _update(self, index: int) -> None:
-        old = await self._give_engine(index, self._release)
+        old = await self._give_engine(index, self.release)
         self._updated.append(index)
         self._switch_if_due()
         await old.drain(0.0)
@@ -236,7 +243,7 @@ class RollingUpdate:
     @property
     def _longest_drain_s(self) -> float:
         """With other weights requests that cannot move end by themselves: each has a deadline."""
-        return DRAIN_REPLICA_S if self._before is None else self._release.longest_request_s + 2 * GRACE_S
+        return DRAIN_REPLICA_S if self._before is None else self.release.longest_request_s + 2 * GRACE_S
 
     @contextlib.asynccontextmanager
     async def _stand_in(self, index: int) -> AsyncIterator[None]:

@@ -18,7 +18,8 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
-    from cloister.cluster.replica_set import MakeHotPrefixes, MakeRouter
+    from cloister.cluster.replica_set import MakeHotPrefixes
+    from cloister.cluster.request_routing import MakeRouter
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.routers import Router
     from cloister.engine import EngineClient, RequestClient
@@ -89,7 +90,7 @@ def _make_client(
 def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
-    from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.replica_states import ClusterConfig
     from cloister.cluster.rolling_update import EngineRelease
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
@@ -166,7 +167,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
     from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
     from cloister.cluster.remote.transport import RemoteTransport
-    from cloister.cluster.replica_set import ClusterConfig
+    from cloister.cluster.replica_states import ClusterConfig
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
     from cloister.engine.identity import Identity

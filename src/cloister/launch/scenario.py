@@ -241,7 +241,7 @@ class _ProcessRun:
             nonlocal seen, place
             answer.take(output)
             if kills_after is not None and not output.finish_reason:
-                there = front._places.get(name, 0) if isinstance(front, ReplicaSet) else 0
+                there = front._moves.places.get(name, 0) if isinstance(front, ReplicaSet) else 0
                 seen, place = (seen + 1 if there == place else 1), there
                 if seen == kills_after:
                     seen = 0

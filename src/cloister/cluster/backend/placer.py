@@ -24,7 +24,9 @@ from typing import Final
 import msgspec
 
 from cloister.cluster.remote.placement import Place
-from cloister.cluster.replica_set import ClusterConfig, MakeHotPrefixes, MakeRouter, ReplicaSet
+from cloister.cluster.replica_set import MakeHotPrefixes, ReplicaSet
+from cloister.cluster.replica_states import ClusterConfig
+from cloister.cluster.request_routing import MakeRouter
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.engine.client import EngineClient
 from cloister.types.errors import EngineError

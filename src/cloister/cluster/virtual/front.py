@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
-from cloister.cluster.replica_set import ClusterConfig, MakeHotPrefixes, MakePredictor, ReplicaSet, make_length_curves
+from cloister.cluster.replica_set import MakeHotPrefixes, MakePredictor, ReplicaSet, make_length_curves
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.link import LinkTimes
-from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front

@@ -16,7 +16,8 @@ import msgspec
 from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
-from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.virtual.checks import (
     RECOVERY_S,
     JobAnswer,

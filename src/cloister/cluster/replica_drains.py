@@ -1,0 +1,98 @@
+"""Empties replicas: for operators, updates, changes of role."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Final
+
+from cloister.cluster.action_log import ActionLog
+from cloister.cluster.hand_offs import HandOffs
+from cloister.cluster.replica_states import ReplicaStates
+from cloister.cluster.request_moves import RequestMoves
+from cloister.cluster.request_routing import RequestRouting
+from cloister.engine.client import DRAIN_REPLICA_S
+from cloister.engine.replica_snapshot import NOT_WELL, RequestSnapshot, Role
+from cloister.types.errors import InvalidRequestError
+
+DRAIN_EVERY_S: Final = 0.05
+
+
+class ReplicaDrains:
+    """The drains of a replica set.
+
+    Args:
+        actions: counts them.
+        stand_in: called with the index of a replica that gets no requests from now on.
+    """
+
+    def __init__(
+        self,
+        states: ReplicaStates,
+        routing: RequestRouting,
+        moves: RequestMoves,
+        hand_offs: HandOffs,
+        actions: ActionLog,
+        stand_in: Callable[[int], None],
+    ) -> None:
+        self._states, self._clients = states, states.clients
+        self._routing, self._moves, self._hand_offs = routing, moves, hand_offs
+        self._actions, self._stand_in = actions, stand_in
+
+    async def drain(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
+        """As `RequestClient.drain_replica`."""
+        self._check_index(index)
+        draining = self._states.draining
+        if len(draining | {index}) == len(self._clients):
+            raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
+        if index not in draining:
+            self._actions.note_drain(index)
+        draining.add(index)
+        self._stand_in(index)
+        deadline_s = asyncio.get_running_loop().time() + timeout_s
+        while index in draining:
+            await self.move_away(index)
+            if not self._clients[index].num_requests or asyncio.get_running_loop().time() >= deadline_s:
+                break
+            await asyncio.sleep(DRAIN_EVERY_S)
+        return self._clients[index].num_requests
+
+    def check(self, index: int) -> None:
+        """As `RequestClient.check_drain`. A replica that is not well may go."""
+        self._check_index(index)
+        states = [snapshot.state for snapshot in self._states.snapshots()]
+        others = {i: state for i, state in enumerate(states) if i != index}
+        is_last = len(self._states.draining | {index}) == len(self._clients)  # `drain` says so
+        if not is_last and states[index] not in NOT_WELL and NOT_WELL.issuperset(others.values()):
+            listed = ", ".join(f"replica {i} is {state}" for i, state in others.items())
+            raise InvalidRequestError(
+                f"replica {index} is the last one that is well, so it cannot be drained: {listed}; return a drained one, or "
+                "wait until another one is running (`cloister cluster status` shows it)",
+                param="replica",
+            )
+
+    def give_back(self, index: int) -> None:
+        """As `RequestClient.return_replica`."""
+        self._check_index(index)
+        self._states.draining.discard(index)
+
+    async def set_role(self, index: int, role: Role, timeout_s: float = DRAIN_REPLICA_S) -> None:
+        """As `ReplicaSet.set_role`."""
+        await self.drain(index, timeout_s)
+        self._states.roles[index] = role
+        self._actions.note_flip(index, role)
+        self.give_back(index)
+
+    async def move_away(self, index: int) -> None:
+        """Moves the requests of a replica to others, as far as these have room."""
+        await asyncio.gather(*(self._move_one(request, index) for request in self._clients[index].request_snapshots()))
+
+    async def _move_one(self, request: RequestSnapshot, index: int) -> None:
+        found = self._clients[index].find(request.request_id)
+        placement = None if found is None else self._routing.find_place(found, but=index)
+        if placement is not None and await self._moves.migrate(request.request_id, placement.index) and placement.hands_off:
+            self._hand_offs.add(request.request_id, placement.index)
+
+    def _check_index(self, index: int) -> None:
+        if not 0 <= index < len(self._clients):
+            raise InvalidRequestError(f"there is no such replica; they are 0 to {len(self._clients) - 1}", param="replica")

@@ -1,0 +1,87 @@
+"""Chooses replicas: for new requests, and for those that go on elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Final
+
+from cloister.cluster.replica_states import ReplicaStates
+from cloister.cluster.roles import RoleRouter, RoutingDecision
+from cloister.cluster.routers import Router
+from cloister.engine.in_flight import InFlightRequest
+from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.types.errors import EngineError, QueueFullError
+from cloister.types.request import ModelInfo, Request
+
+ALL_DRAINED: Final = "every replica is being drained; send the request again later"
+
+MakeRouter = Callable[[ModelInfo], Router]
+
+
+class RequestRouting:
+    """Routes the requests of a replica set.
+
+    Args:
+        make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
+        block_size: tokens of a KV block.
+    """
+
+    def __init__(self, states: ReplicaStates, make_router: MakeRouter, block_size: int) -> None:
+        self._states, self._make_router, self._block_size = states, make_router, block_size
+        self._router: RoleRouter | None = None
+
+    def connect(self, model: ModelInfo) -> None:
+        """Makes the routers."""
+        self._router = RoleRouter(self._make_router(model), self._make_router(model), self._block_size)
+
+    @property
+    def predicts_lengths(self) -> bool:
+        """Whether what is expected of answers decides something."""
+        return self._router is not None and self._router.predicts_lengths
+
+    def place(self, request: Request) -> RoutingDecision:
+        """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why.
+
+        Raises:
+            QueueFullError: the router refuses the request.
+            EngineError: every replica is drained.
+        """
+        accepting = self._states.able()
+        if accepting and self._router is not None:
+            return self._router.place(request, accepting)
+        clients = self._states.clients
+        others = [i for i in range(len(clients)) if i not in self._states.unavailable]
+        running = [i for i in others if clients[i].closed is None]
+        if not others:
+            raise EngineError(ALL_DRAINED)
+        return RoutingDecision(running[0] if running else others[0])
+
+    def find_place(self, found: InFlightRequest, but: int | None = None) -> RoutingDecision | None:
+        """Returns where an accepted request can go on; None if nowhere.
+
+        Args:
+            but: a replica that is left out.
+        """
+        accepting = self._states.able(found, but)
+        if self._router is None or not accepting:
+            return None
+        if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:
+            return RoutingDecision(index)
+        try:
+            return self._router.place(found.request, accepting)
+        except QueueFullError:
+            return None  # it was accepted earlier: it waits where it is
+
+    def place_decode(self, request: Request, replicas: list[ReplicaSnapshot]) -> int | None:
+        """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""
+        return None if self._router is None else self._router.place_decode(request, replicas)
+
+    def note_copy(self, request: Request, index: int) -> None:
+        """Called when a replica has loaded KV of a request's prompt from another one, and keeps it."""
+        if self._router is not None:
+            self._router.note_copy(request, self._states.snapshot(index))
+
+    def forget(self, index: int) -> None:
+        """Called when a replica's engine has ended."""
+        if self._router is not None:
+            self._router.forget(index)
