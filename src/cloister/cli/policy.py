@@ -79,6 +79,7 @@ def list_entries() -> tuple[Entry, ...]:
     from cloister.cluster.migration import MIGRATION_THREAT
     from cloister.cluster.roles import DISAGGREGATION_THREAT, FLIP_THREAT
     from cloister.cluster.routers import ROUTERS
+    from cloister.cluster.scaling import SCALING_THREAT
     from cloister.engine.kv_tier_storage import KV_TIERS
     from cloister.engine.kv_transports import KV_TRANSPORTS
     from cloister.executor.drafters import DRAFTERS
@@ -100,6 +101,7 @@ def list_entries() -> tuple[Entry, ...]:
         "moves of running requests": MIGRATION_THREAT,
         "roles of replicas": DISAGGREGATION_THREAT,
         "flips of roles": FLIP_THREAT,
+        "replicas that come and go": SCALING_THREAT,
         "metrics of sealed nodes": WINDOWS_THREAT,
         **declared_threats(),
     }

@@ -13,7 +13,7 @@ from cloister.types.clock import Clock
 MOVES_EVERY_S: Final = 60.0
 """Moves are logged as sums, at most so often: a line for each would tell when single requests ran."""
 MOVE_WORDS: Final = {"level": "to level load", "room": "to make room", "headroom": "to keep room for urgent ones"}
-ACTIONS: Final = (*(f"move_to_{reason}" for reason in MOVE_WORDS), "drain", "flip", "update")
+ACTIONS: Final = (*(f"move_to_{reason}" for reason in MOVE_WORDS), "drain", "flip", "update", "add", "remove")
 
 _logger = logging.getLogger(__name__)
 
@@ -50,6 +50,14 @@ class ActionLog:
     def note_update(self) -> None:
         """Counts and logs that a rolling update begins."""
         self._note("update", "a rolling update begins")
+
+    def note_addition(self, index: int) -> None:
+        """Counts and logs that a replica gets an engine, because the others are busy or too few."""
+        self._note("add", "replica %d is added", index)
+
+    def note_removal(self, index: int) -> None:
+        """Counts and logs that a replica is emptied and its engine ends, because fewer are enough."""
+        self._note("remove", "replica %d is removed", index)
 
     def log_moves(self) -> None:
         """Logs the sums of moves, if there are new ones and the last line was long enough ago."""

@@ -48,7 +48,8 @@ class StandbyPlaces:
         states = self._states
         if not states.standby:
             return
-        for promotion in self._keeper.decide([each for each in states.snapshots() if each.index not in states.draining]):
+        given_up = states.draining | states.scaled
+        for promotion in self._keeper.decide([each for each in states.snapshots() if each.index not in given_up]):
             states.promote(promotion.index, promotion.lost)
             _logger.warning(
                 "replica %d takes the place of replica %d, which stands by when it runs again", promotion.index, promotion.lost

@@ -25,6 +25,10 @@ class HandOffs:
         """Notes that a request leaves its replica after the first token."""
         self._handing_off[index].add(request_id)
 
+    def has(self, request_id: str, index: int) -> bool:
+        """Whether a request leaves its replica after the first token."""
+        return request_id in self._handing_off[index]
+
     def end(self, request_id: str, index: int) -> None:
         """Called when a request has ended at its replica."""
         self.followers.end(request_id)

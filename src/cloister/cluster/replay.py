@@ -172,7 +172,7 @@ class ReplayVerifier:
         free = []
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
-            is_free = snapshot.is_accepting and not snapshot.num_waiting
+            is_free = snapshot.is_accepting and not (snapshot.is_idle or snapshot.num_waiting)
             if index != replica and index not in self.odd and is_free and client.fingerprint == computed.fingerprint:
                 free.append((index, self._engine(index)))
         return self._draw.sample(free, min(2, len(free)))

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from cloister.engine.client import EngineClient
 from cloister.types.errors import CloisterError, InvalidRequestError
@@ -13,36 +14,56 @@ from cloister.types.request import AdapterInfo
 class ReplicaAdapters:
     """The adapters of all replicas (protocol `engine.adapters.AdapterManager`).
 
+    Args:
+        list_clients: returns the clients of those that have engines, at least one.
+
     Attributes:
         are_fixed: none may be loaded or unloaded, because replicas get new engines.
+        num_calls: loads and unloads that have not ended.
     """
 
-    def __init__(self, replicas: Sequence[EngineClient]) -> None:
+    def __init__(self, list_clients: Callable[[], Sequence[EngineClient]]) -> None:
         self.are_fixed = False
-        self._replicas = replicas
+        self.num_calls = 0
+        self._list_clients = list_clients
 
     @property
     def loaded(self) -> Mapping[str, AdapterInfo]:
         """Those of the first replica, which loads an adapter last and unloads it first: the others have them too."""
-        return self._replicas[0].adapters.loaded
+        return self._list_clients()[0].adapters.loaded
+
+    def as_setting(self) -> str | None:
+        """Returns the setting `lora` that gives another engine the same adapters."""
+        return self._list_clients()[0].adapters.as_setting(None)
 
     async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter into one replica after another; if one cannot load it, those before it unload it again."""
         self._check_free()
+        first, *others = self._list_clients()
         done: list[EngineClient] = []
-        for replica in (*self._replicas[1:], self._replicas[0]):
-            try:
-                adapter = await replica.adapters.load(name, path)
-            except CloisterError:
-                await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
-                raise
-            done.append(replica)
+        with self._calling():
+            for replica in (*others, first):
+                try:
+                    adapter = await replica.adapters.load(name, path)
+                except CloisterError:
+                    await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
+                    raise
+                done.append(replica)
         return adapter
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter from every replica."""
         self._check_free()
-        await asyncio.gather(*(replica.adapters.unload(name) for replica in self._replicas))
+        with self._calling():
+            await asyncio.gather(*(replica.adapters.unload(name) for replica in self._list_clients()))
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        self.num_calls += 1
+        try:
+            yield
+        finally:
+            self.num_calls -= 1
 
     def _check_free(self) -> None:
         if self.are_fixed:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from cloister.cluster.action_log import ActionLog
@@ -24,6 +24,9 @@ class ReplicaDrains:
     Args:
         actions: counts them.
         stand_in: called with the index of a replica that gets no requests from now on.
+
+    Attributes:
+        add_first: called with the index of a replica before it is drained: another one may have to start. None if all run.
     """
 
     def __init__(
@@ -38,12 +41,15 @@ class ReplicaDrains:
         self._states, self._clients = states, states.clients
         self._routing, self._moves, self._hand_offs = routing, moves, hand_offs
         self._actions, self._stand_in = actions, stand_in
+        self.add_first: Callable[[int], Awaitable[None]] | None = None
 
     async def drain(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
         """As `RequestClient.drain_replica`."""
         self._check_index(index)
         draining = self._states.draining
-        if len(draining | {index}) == len(self._clients):
+        if self.add_first is not None and index not in draining:
+            await self.add_first(index)
+        if len(draining | self._states.stopped | {index}) == len(self._clients):
             raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
         if index not in draining:
             self._actions.note_drain(index)

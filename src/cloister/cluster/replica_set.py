@@ -19,7 +19,8 @@ from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.replica_drains import ReplicaDrains
-from cloister.cluster.replica_states import ClusterConfig, ReplicaStates
+from cloister.cluster.replica_scaling import ReplicaScaling
+from cloister.cluster.replica_states import ClusterConfig, ReplicaStates, ScalingConfig
 from cloister.cluster.replica_updates import ReplicaUpdates
 from cloister.cluster.request_moves import RequestMoves
 from cloister.cluster.request_routing import MakeRouter, RequestRouting
@@ -102,7 +103,7 @@ class ReplicaSet(RequestClient):
         self._actions = ActionLog(self._clock)
         self._verifier = ReplayVerifier(self._replicas, verify_replay, self._draw)
         self._states = ReplicaStates(self._replicas, config, self._verifier, self._clock, avoids_slow=avoids_slow)
-        self.adapters = ReplicaAdapters(self._replicas)
+        self.adapters = ReplicaAdapters(self._states.with_engines)
         self._routing = RequestRouting(self._states, make_router, block_size)
         self._moves = RequestMoves(self._states, block_size, self._note_move)
         self._hand_offs = HandOffs(self._states, self._routing, self._moves)
@@ -120,7 +121,9 @@ class ReplicaSet(RequestClient):
             make_release,
             self._connect,
             self._forget,
+            self._begin,
         )
+        self._scaling = self._make_scaling(config.scaling)
         for index, replica in enumerate(self._replicas):
             self._connect(index, replica)
 
@@ -132,6 +135,24 @@ class ReplicaSet(RequestClient):
     @model.setter
     def model(self, model: ModelInfo) -> None:
         self._states.model = model
+
+    def _make_scaling(self, config: ScalingConfig | None) -> ReplicaScaling | None:
+        if config is None:
+            return None
+        scaling = ReplicaScaling(
+            self._states,
+            self._drains,
+            self._moves,
+            self._hand_offs,
+            self.adapters,
+            self._actions,
+            config,
+            self._draw,
+            self._begin,
+            lambda: self._updates.is_running,
+        )
+        self._drains.add_first, self._updates.scaling = scaling.stand_in, scaling
+        return scaling
 
     def _connect(self, index: int, replica: EngineClient) -> None:
         """Hears of what a replica does from now on."""
@@ -145,25 +166,30 @@ class ReplicaSet(RequestClient):
         replica.on_prefix_leased = partial(self._note_leased, index)
 
     async def start(self) -> None:
-        """Starts all engines at once. If one cannot start, the others are stopped.
+        """Starts all engines at once, or those that run at first. If one cannot start, the others are stopped.
 
         Raises:
             CloisterError: as of the engine that cannot start, or they serve different models.
         """
-        started = await asyncio.gather(*(replica.start() for replica in self._replicas), return_exceptions=True)
+        replicas = self._states.with_engines()
+        started = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)
         error = next((result for result in started if isinstance(result, BaseException)), None)
-        if error is None and len({replica.model.fingerprint for replica in self._replicas}) > 1:
+        if error is None and len({replica.model.fingerprint for replica in replicas}) > 1:
             error = EngineError(DIFFERENT_MODELS)
         if error is not None:
             await self.drain(0.0)
             raise error
-        first = self._replicas[0]
+        first = replicas[0]
         self.model, self.startup = first.model, first.startup
         totals: dict[str, int] = {}
-        for what, num_bytes in (item for replica in self._replicas for item in replica.memory):
+        for what, num_bytes in (item for replica in replicas for item in replica.memory):
             totals[what] = totals.get(what, 0) + num_bytes
         self.memory = list(totals.items())
+        for index in self._states.stopped:
+            self._replicas[index].begin_resting(first.model)
         self.connect_routers()
+        if self._scaling is not None:
+            self._begin(self._scaling.run(), "scaling")
         if self._config.rebalance:
             levelling = LoadLevelling(
                 self._states,
@@ -182,7 +208,7 @@ class ReplicaSet(RequestClient):
 
     def connect_routers(self) -> None:
         """Makes the routers for `model`."""
-        model = self._replicas[0].model
+        model = self._states.with_engines()[0].model
         self._routing.connect(model)
         if self._routing.predicts_lengths:
             self._states.lengths = LengthForecasts(self._make_predictor(model))
@@ -216,11 +242,14 @@ class ReplicaSet(RequestClient):
 
     def health(self) -> Health:
         """Good while one replica is; the detail names those that are not, and those that are slow."""
-        each = [replica.health() for replica in self._replicas]
-        bad = [f"replica {index}: {health.detail}" for index, health in enumerate(each) if not health.good]
+        by_index = {
+            index: replica.health() for index, replica in enumerate(self._replicas) if index not in self._states.stopped
+        }
+        each = list(by_index.values())
+        bad = [f"replica {index}: {health.detail}" for index, health in by_index.items() if not health.good]
         slow = [
             f"replica {index} takes {self._states.speeds.slowness(index):.1f} times as long as the others"
-            for index in range(len(each))
+            for index in by_index
             if self._states.speeds.is_slow(index)
         ]
         wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]

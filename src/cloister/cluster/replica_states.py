@@ -28,6 +28,22 @@ nothing would show that they are fast again."""
 
 
 @dataclass(frozen=True, slots=True)
+class ScalingConfig:
+    """When replicas are added and removed (`cluster.scaling.ScalingController`).
+
+    Attributes:
+        num_min: replicas that stay.
+        up_after_s, down_after_s: how long they must be busy until one is added, and fewer be enough until one is removed.
+        look_every_s: time between two looks.
+    """
+
+    num_min: int = 1
+    up_after_s: float = 1.0
+    down_after_s: float = 60.0
+    look_every_s: float = 0.25
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterConfig:
     """How replicas share the work.
 
@@ -35,11 +51,13 @@ class ClusterConfig:
         roles: of each replica; empty if all are mixed.
         rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
         num_standby: so many of the replicas, the last ones, get no requests until another one is lost.
+        scaling: when replicas are added and removed; None: all run.
     """
 
     roles: tuple[Role, ...] = ()
     rebalance: bool = False
     num_standby: int = 0
+    scaling: ScalingConfig | None = None
 
 
 class ReplicaStates:
@@ -56,6 +74,8 @@ class ReplicaStates:
         roles: of each replica.
         draining: those that get no requests, because somebody empties them.
         standby: those that get no requests until another one is lost.
+        stopped: those that have no engine, because fewer are enough.
+        adding, removing: those that get an engine or lose theirs at present.
         wanted: the weights of new requests, since replicas have had others too; None before.
         speeds: how long the steps of each take, compared with the others.
         avoids_slow: as above.
@@ -80,6 +100,9 @@ class ReplicaStates:
         self.roles: list[Role] = list(config.roles) or ["mixed"] * num_replicas
         self.draining: set[int] = set()
         self.standby = set(range(num_replicas - config.num_standby, num_replicas))
+        self.stopped: set[int] = set()
+        self.adding: set[int] = set()
+        self.removing: set[int] = set()
         self.wanted: str | None = None
         self.speeds = ReplicaSpeeds(num_replicas)
         self.avoids_slow = avoids_slow
@@ -111,6 +134,7 @@ class ReplicaStates:
             state=self._state(index, own.state),
             is_accepting=own.is_accepting and index not in self.unavailable,
             is_standby=index in self.standby,
+            is_stopped=index in self.stopped | self.removing,
             slowness=self.speeds.slowness(index),
             is_slow=self.speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
@@ -129,6 +153,8 @@ class ReplicaStates:
             return own
         if index in self.draining:
             return "draining" if self.clients[index].num_requests else "drained"
+        if index in self.stopped | self.removing:
+            return "stopped" if index in self.stopped else "stopping"
         if own in ("draining", "stalled"):
             return own
         if index in self._verifier.odd:
@@ -153,12 +179,21 @@ class ReplicaStates:
     @property
     def unavailable(self) -> set[int]:
         """Those that get no requests, however their engines are."""
-        return self.draining | self._verifier.odd | self.standby
+        return self.draining | self._verifier.odd | self.standby | self.scaled
+
+    @property
+    def scaled(self) -> set[int]:
+        """Those without an engine, and those that get one or lose theirs."""
+        return self.stopped | self.adding | self.removing
+
+    def with_engines(self) -> list[EngineClient]:
+        """Returns the clients of replicas that are not stopped."""
+        return [client for index, client in enumerate(self.clients) if index not in self.stopped]
 
     @property
     def moves_kv(self) -> bool:
         """Whether engines load KV from each other."""
-        return all(client.exchanges_kv for client in self.clients)
+        return all(client.exchanges_kv for index, client in enumerate(self.clients) if index not in self.stopped | self.adding)
 
     def is_accepting(self, index: int) -> bool:
         """Whether requests may go to a replica."""

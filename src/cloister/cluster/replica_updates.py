@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 
 import msgspec
 
@@ -11,6 +11,7 @@ from cloister.cluster.action_log import ActionLog
 from cloister.cluster.replay import Answer, ReplayVerifier
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.replica_drains import ReplicaDrains
+from cloister.cluster.replica_scaling import ReplicaScaling
 from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient
@@ -27,6 +28,10 @@ class ReplicaUpdates:
         make_release: called for each update with the setting `model`, returns what makes clients of new engines.
         connect: called with (index, client) when a replica has a new client.
         forget: called with the index of a replica whose engine is gone.
+        begin: begins a task of this name, which ends with the replica set.
+
+    Attributes:
+        scaling: what adds and removes replicas; None if all run.
     """
 
     def __init__(
@@ -40,11 +45,14 @@ class ReplicaUpdates:
         make_release: Callable[[str], EngineRelease] | None,
         connect: Callable[[int, EngineClient], None],
         forget: Callable[[int], None],
+        begin: Callable[[Coroutine[None, None, None], str], None],
     ) -> None:
         self._states, self._clients, self._drains = states, states.clients, drains
         self._verifier, self._adapters, self._actions = verifier, adapters, actions
         self._release, self._make_release = release, make_release
-        self._connect, self._forget = connect, forget
+        self._connect, self._forget, self._begin = connect, forget, begin
+        self.scaling: ReplicaScaling | None = None
+        self._lent: set[int] = set()
         self._update: RollingUpdate | None = None
 
     def make(self, model: str | None) -> RollingUpdate:
@@ -62,6 +70,8 @@ class ReplicaUpdates:
     async def run(self, update: RollingUpdate) -> None:
         """Runs an update."""
         try:
+            if self.scaling is not None:
+                await self.scaling.settle()
             await update.run()
         finally:
             self._adapters.are_fixed = False
@@ -87,16 +97,25 @@ class ReplicaUpdates:
         return len(self._clients)
 
     def adapter_setting(self) -> str | None:
-        return self._clients[0].adapters.as_setting(None)
+        return self._adapters.as_setting()
 
     async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
+        if index in self._states.stopped:
+            return 0
+        if index in self._lent:  # it goes again when fewer are enough
+            self._lent.discard(index)
+            return 0
         return await self._drains.drain(index, timeout_s)
 
     def is_drained(self, index: int) -> bool:
-        return index in self._states.draining
+        return index in self._states.draining | self._states.stopped
 
-    def return_replica(self, index: int) -> None:
-        self._drains.give_back(index)
+    async def return_replica(self, index: int) -> None:
+        if self.scaling is not None and index in self._states.stopped:
+            self._lent.add(index)
+            await self.scaling.add(index)
+        else:
+            self._drains.give_back(index)
 
     def num_lost(self, index: int) -> int:
         return self._clients[index].num_lost
@@ -119,4 +138,10 @@ class ReplicaUpdates:
         self._connect(index, client)
         self._forget(index)
         self._verifier.odd.discard(index)
+        if index in self._states.stopped:
+            self._begin(_end_engine(client), "end of an engine that is not needed")
         return old
+
+
+async def _end_engine(client: EngineClient) -> None:
+    await client.rest()

@@ -93,6 +93,13 @@ class RequestMoves:
         self._clients[target].adopt(found, endpoint)
         return True
 
+    def move_waiting(self, request_id: str, target: int) -> bool:
+        """Moves a request that waits for its first step; returns False if it has ended, is being moved or does not fit."""
+        source = self.places.get(request_id)
+        if source is None or source == target or request_id in self._moving or request_id in self.shadows:
+            return False
+        return self._states.is_accepting(target) and self.move_now(request_id, source, target)
+
     def note_step(self, index: int) -> None:
         """Called when a replica has made a step."""
         waiters, self._step_waiters[index] = self._step_waiters[index], []

@@ -79,11 +79,11 @@ class UpdatableReplicas(Protocol):
         ...
 
     def is_drained(self, index: int) -> bool:
-        """Whether a replica gets no requests, because it is being drained or has been."""
+        """Whether a replica gets no requests, because it is being drained or has been, or has no engine."""
         ...
 
-    def return_replica(self, index: int) -> None:
-        """As `RequestClient.return_replica`."""
+    async def return_replica(self, index: int) -> None:
+        """As `RequestClient.return_replica`; one without an engine gets one."""
         ...
 
     def put_client(self, index: int, client: EngineClient) -> EngineClient:
@@ -238,7 +238,7 @@ class RollingUpdate:
                 return self._replicas.put_client(index, client)
             finally:
                 if not was_drained:
-                    self._replicas.return_replica(index)
+                    await self._replicas.return_replica(index)
 
     @property
     def _longest_drain_s(self) -> float:
@@ -253,7 +253,7 @@ class RollingUpdate:
             yield
             return
         chosen = min(others, key=lambda other: other not in self._updated)
-        self._replicas.return_replica(chosen)
+        await self._replicas.return_replica(chosen)
         try:
             yield
         finally:

@@ -69,6 +69,8 @@ DRAIN_REPLICA_S: Final = 60.0
 HOLD_KV_S: Final = 15.0
 """For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
 
+_REST_POLL_S: Final = 0.02
+
 _logger = logging.getLogger(__name__)
 
 
@@ -334,6 +336,7 @@ class EngineClient(RequestClient):
         self._is_resting = False
         self._wanted = asyncio.Event()
         self._has_woken = asyncio.Event()
+        self._has_rested = asyncio.Event()
         self._held_calls: list[FrontMessage] = []
         self._lifecycle: asyncio.Task[None] | None = None
         self._is_open = False
@@ -348,6 +351,17 @@ class EngineClient(RequestClient):
         except BaseException:
             await self._transport.discard_template(is_final=True)
             raise
+        self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
+
+    def begin_resting(self, model: ModelInfo) -> None:
+        """Begins without an engine, in place of `start`: a request, or `wake`, starts one.
+
+        Args:
+            model: which that engine must have.
+        """
+        self.model, self.memory, self.startup = model, [], []
+        self._requests.fingerprint = model.fingerprint
+        self._is_resting, self.closed = True, None
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
     @property
@@ -652,6 +666,26 @@ class EngineClient(RequestClient):
                 await asyncio.wait_for(self._has_woken.wait(), timeout_s)
         return self._is_open
 
+    async def rest(self) -> bool:
+        """Ends an engine without requests, and waits until it has ended; a request or `wake` starts another one.
+
+        Returns False if it has requests, or is not one that can be started again. What has left it may take its KV along
+        first.
+        """
+        if self._is_resting:
+            return not self._wanted.is_set()
+        ends_s = self._clock.now() + HOLD_KV_S + STOP_GRACE_S
+        while self._is_open and self._clock.now() < ends_s:
+            if not (self._requests.is_waited_for or self.adapters.is_loading or self._idle.is_held(self._clock.now())):
+                break
+            await asyncio.sleep(_REST_POLL_S)
+        if not self._is_open or self._requests.is_waited_for or self._supervision.restarts is None:
+            return False
+        await self._end_idle_engine()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_rested.wait(), STOP_GRACE_S)
+        return self._has_rested.is_set()
+
     # The engine's life
 
     async def drain(self, timeout_s: float) -> None:
@@ -695,10 +729,14 @@ class EngineClient(RequestClient):
     async def _serve_until_broken(self) -> None:
         """Keeps an engine running: serves one engine after another."""
         try:
-            while self._is_open:
-                await self._serve()
+            while self._is_open or self._is_resting:
+                if self._is_open:
+                    await self._serve()
+                    if self._is_resting:
+                        await self._note_rest()
                 if self._is_resting:
-                    await self._rest()
+                    await self._wanted.wait()
+                    await self._replace(is_wanted=True)
                 else:
                     await self._close_engine()
                     await self._replace()
@@ -732,6 +770,7 @@ class EngineClient(RequestClient):
             if self._requests.is_waited_for or self.adapters.is_loading:
                 self._idle.note_use(self._clock.now())
             if self._idle.is_over(self._clock.now()) and self._supervision.restarts is not None:
+                _logger.info("%s had no request for %g s and ends", self.name, self._supervision.idle_timeout_s)
                 await self._end_idle_engine()
                 return
             if self._watchdog.is_hung and self._supervision.restarts is not None:
@@ -762,18 +801,19 @@ class EngineClient(RequestClient):
         self.kv_endpoint = None
         self._wanted.clear()
         self._has_woken.clear()
-        await asyncio.sleep(STOP_GRACE_S)
+        self._has_rested.clear()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._has_rested.wait(), STOP_GRACE_S)
+            return
         self._transport.kill()
 
-    async def _rest(self) -> None:
-        """Cleans up after an idle engine, and starts another when it is wanted."""
+    async def _note_rest(self) -> None:
+        """Cleans up after an idle engine."""
         await self._transport.close()
         self._requests.lose_engine()
         self._note_end()
         await self._transport.discard_template()
-        _logger.info("%s had no request for %g s and has ended", self.name, self._supervision.idle_timeout_s)
-        await self._wanted.wait()
-        await self._replace(is_wanted=True)
+        self._has_rested.set()
 
     async def _close_engine(self) -> None:
         """Cleans up after an engine that has ended."""

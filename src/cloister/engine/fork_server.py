@@ -88,9 +88,8 @@ class ForkServer:
         Raises:
             CloisterError: it cannot be built.
         """
-        boot = msgspec.structs.replace(
-            boot, kv_secret=None, kv_pool=None, is_restart=False
-        )  # an engine gets these, the template does not
+        # an engine gets these, the template, which is that of all replicas, does not
+        boot = msgspec.structs.replace(boot, kv_secret=None, kv_pool=None, is_restart=False, replica=None)
         async with self._lock:
             if not self._forks:
                 return spawn_program(far)

@@ -8,11 +8,15 @@ from typing import Final, Literal, get_args
 Role = Literal["mixed", "prefill", "decode"]
 """What a replica computes: whole requests, their prompts only, or their answers after the first token."""
 ROLES: Final[tuple[Role, ...]] = get_args(Role)
-ReplicaState = Literal["lost", "starting", "draining", "drained", "stalled", "suspicious", "slow", "standby", "idle", "running"]
+ReplicaState = Literal[
+    "lost", "starting", "draining", "drained", "stopping", "stopped",
+    "stalled", "suspicious", "slow", "standby", "idle", "running",
+]  # fmt: skip
 """How a replica is, of several that apply the first one here:
 
 - lost: its engine died too often and is not started again; starting: its engine is started, or started again;
 - draining, drained: it gets no new requests, and still has some, or none;
+- stopping, stopped: its engine ends, or has ended, because fewer replicas are enough (`cluster.scaling`);
 - stalled: requests wait, and its engine makes no step;
 - suspicious: it computed other tokens than two others (`cluster.replay`); slow: as `cluster.health` finds;
 - standby: it is ready, and gets no requests until another one is lost (`cluster.standby`);
@@ -32,7 +36,7 @@ class ReplicaSnapshot:
         index: its place among the replicas, from 0.
         is_accepting: it runs or is idle, its queue has room, and it is not drained.
         is_idle: no engine runs, and a request starts one.
-        state: for operators; it decides nothing.
+        state: how it is, for operators and controllers.
         num_requests: requests that it has, waiting ones included.
         num_waiting: requests without a slot yet.
         num_queued: sequences without a slot after its last step, those that came from other replicas included.
@@ -54,6 +58,7 @@ class ReplicaSnapshot:
         is_slow: it gets no requests because of that.
         num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
         is_standby: it gets no requests until another replica is lost.
+        is_stopped: it has no engine or is about to have none, because fewer replicas are enough.
         num_promotions: how often it took the place of another one.
         pid: process id of its engine, if that is a process of this machine.
     """
@@ -83,6 +88,7 @@ class ReplicaSnapshot:
     is_slow: bool = False
     num_mismatches: int = 0
     is_standby: bool = False
+    is_stopped: bool = False
     num_promotions: int = 0
     pid: int | None = None
 

@@ -98,6 +98,10 @@ class IdleTimer:
         """Begins anew: the engine has something to do, or will have until `now`."""
         self._used_s = max(self._used_s, now)
 
+    def is_held(self, now: float) -> bool:
+        """Whether the engine will have something to do yet."""
+        return now < self._used_s
+
     def is_over(self, now: float) -> bool:
         """Whether the engine has been idle for the whole time."""
         return self._timeout_s is not None and now - self._used_s >= self._timeout_s

@@ -41,7 +41,7 @@ def describe_start(
     config, front = settings.engine.config, settings.server.config
     if front.replicas > 1 or front.on != LOCAL:
         where = "" if front.on == LOCAL else f" on {front.on} ({front.ray_address or 'this machine alone'})"
-        yield f"{front.replicas} replicas{where}{_say_roles(front)}, router {front.router}; each:"
+        yield f"{_say_number(front)} replicas{where}{_say_roles(front)}, router {front.router}; each:"
     threads = "as many threads as it gets CPUs" if config.num_threads is None else f"{config.num_threads} threads"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
     if front.fork_server and model.backend != "native":
@@ -56,6 +56,12 @@ def describe_start(
     yield f"started in {whole_s:.1f} s: " + ", ".join(f"{phase} {duration_s:.2f}" for phase, duration_s in startup)
     if notice is not None:
         yield notice
+
+
+def _say_number(front: ServerConfig) -> str:
+    if front.max_replicas is None:
+        return str(front.replicas)
+    return f"{1 if front.min_replicas is None else front.min_replicas} to {front.max_replicas}"
 
 
 def _say_roles(front: ServerConfig) -> str:

@@ -19,6 +19,7 @@ from cloister.types.errors import ConfigError
 if TYPE_CHECKING:
     from cloister.cluster import ReplicaSet
     from cloister.cluster.replica_set import MakeHotPrefixes
+    from cloister.cluster.replica_states import ClusterConfig
     from cloister.cluster.request_routing import MakeRouter
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.routers import Router
@@ -90,7 +91,6 @@ def _make_client(
 def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
-    from cloister.cluster.replica_states import ClusterConfig
     from cloister.cluster.rolling_update import EngineRelease
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
@@ -113,7 +113,7 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
     replicas = ReplicaSet(
         clients,
         _router_maker(config, front),
-        ClusterConfig(_roles_of(front), front.rebalance, front.standby),
+        _cluster_config(front),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,
@@ -122,6 +122,16 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         make_release=make_release,
     )
     return replicas
+
+
+def _cluster_config(front: ServerConfig) -> ClusterConfig:
+    from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
+
+    scaling = None
+    if front.max_replicas is not None:
+        num_min = 1 if front.min_replicas is None else front.min_replicas
+        scaling = ScalingConfig(num_min, front.upscale_delay_s, front.downscale_delay_s)
+    return ClusterConfig(_roles_of(front), front.rebalance, front.standby, scaling)
 
 
 def _roles_of(front: ServerConfig) -> tuple[Role, ...]:
@@ -167,7 +177,6 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
     from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
     from cloister.cluster.remote.transport import RemoteTransport
-    from cloister.cluster.replica_states import ClusterConfig
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
     from cloister.engine.identity import Identity
@@ -203,7 +212,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         [release.make(index, config.lora) for index in range(front.replicas)],
         _router_maker(config, front),
         placer,
-        ClusterConfig(_roles_of(front), front.rebalance, front.standby),
+        _cluster_config(front),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
         verify_replay=front.verify_replay,

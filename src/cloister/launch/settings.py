@@ -85,7 +85,7 @@ def resolve_settings(
         layers.append(("flag", flags))
     if not tables:
         return _resolve_layers(layers, listens)
-    for name, unset in (("replicas", 1), ("on", LOCAL)):
+    for name, unset in (("replicas", 1), ("max_replicas", None), ("on", LOCAL)):
         if listens and any(given.get(name, unset) != unset for _, given in layers):
             raise ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param=name)
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
@@ -118,7 +118,7 @@ def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapp
 
 def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
-    server = resolve(ServerConfig, layers)
+    server = _resolve_scaling(resolve(ServerConfig, layers))
     engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config)
     _check_quant(engine.config.quant)
     _check_replicas(server.config, engine.config)
@@ -235,6 +235,53 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
         raise ConfigError(
             "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"
         )
+
+
+def _resolve_scaling(server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    """Reserves places for as many replicas as there may be, and has the last engine end if none need stay.
+
+    Raises:
+        ConfigError: settings of scaling contradict each other or others, or have no effect.
+    """
+    config = server.config
+    most, least = config.max_replicas, config.min_replicas
+    if most is None:
+        defaults = ServerConfig()
+        for name in ("min_replicas", "upscale_delay_s", "downscale_delay_s"):
+            if getattr(config, name) != getattr(defaults, name):
+                raise ConfigError(f"{name} is for replicas that come and go; set max_replicas, or leave it out", param=name)
+        return server
+    if config.replicas > 1:
+        raise ConfigError("min_replicas and max_replicas say how many replicas there are; leave replicas out", param="replicas")
+    if config.sealed:
+        raise ConfigError(
+            "a sealed node has one engine, its own; leave max_replicas out, and start more nodes", param="max_replicas"
+        )
+    fewest = max(least or 1, bool(config.prefill) + bool(config.decode))  # the last one of a role stays
+    if fewest + config.standby > most:
+        beside = f" beside {config.standby} that stand by" if config.standby else ""
+        raise ConfigError(
+            f"{fewest} replicas stay{beside}, so set max_replicas to {fewest + config.standby} or more", param="max_replicas"
+        )
+    server = server.explain(replicas=(most, "max_replicas"))
+    if least != 0:
+        if config.idle_timeout_s is not None:
+            raise ConfigError(
+                f"min_replicas {least or 1} keeps engines that idle_timeout_s would end; set min_replicas to 0, or leave "
+                "idle_timeout_s out",
+                param="idle_timeout_s",
+            )
+        return server
+    for name, asked in (("on", config.on != LOCAL), ("standby", bool(config.standby))):
+        if asked:
+            raise ConfigError(
+                f"engines on other machines, and those beside one that stands by, do not end while idle; set min_replicas to 1 "
+                f"or more, or leave {name} out",
+                param="min_replicas",
+            )
+    if config.idle_timeout_s is None:
+        server = server.explain(idle_timeout_s=(config.downscale_delay_s, "min_replicas 0"))
+    return server
 
 
 def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
@@ -355,6 +402,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
             "hot-prefixes": Use(server.config.replicate_hot_prefixes, "setting `replicate_hot_prefixes`"),
             "standby": Use(server.config.standby > 0, "setting `standby`"),
+            "replica-scaling": Use(server.config.max_replicas is not None, "setting `max_replicas`"),
             "placed-replicas": Use(server.config.on != LOCAL, f"setting `on` {server.config.on}"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),

@@ -503,6 +503,23 @@ _FEATURES: Final = (
         instead="leave the setting `standby` out",
     ),
     _feature(
+        "replica-scaling",
+        row="router",
+        setting="max_replicas",
+        title="Replicas that come and go with the load",
+        does="adds a replica while requests wait, and drains and ends one when fewer are enough",
+        endangers="a tenant who floods replicas, or leaves, decides how many there are, and so where others' requests run",
+        part="scaling",
+        open=allow(ONE_USER),
+        team=mitigate(
+            "which one is added or removed is drawn by capacity; both are counted in the log and the metrics; the operator is "
+            "trusted with all of them"
+        ),
+        private=STEERED,
+        paranoid=STEERED,
+        instead="set `replicas` to a fixed number, and leave `min_replicas` and `max_replicas` out",
+    ),
+    _feature(
         "slow-replicas",
         row="router",
         setting="slow_replicas avoid",

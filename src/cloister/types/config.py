@@ -206,6 +206,21 @@ class ServerConfig:
     replicas: int = setting(
         1, "Engines that serve the model, each with its own KV cache; they share the threads and the memory.", low=1, high=256
     )
+    max_replicas: int | None = setting(
+        None,
+        "Most replicas: they are added while requests wait, and removed when fewer are enough. Takes the place of `replicas`.",
+        low=2,
+        high=256,
+    )
+    min_replicas: int | None = setting(
+        None,
+        "Fewest replicas, with max_replicas; 0: the last engine ends too when it has had no request for downscale_delay_s;"
+        " unset, 1.",
+        low=0,
+        high=256,
+    )
+    upscale_delay_s: float = setting(1.0, "How long replicas must be busy until another one is added.", low=0.0)
+    downscale_delay_s: float = setting(60.0, "How long fewer replicas must be enough until one is removed.", low=0.1)
     router: str | None = setting(
         None,
         "How requests are divided among replicas: least_load, least_work (where a slot is free soonest), prefix_aware (where"

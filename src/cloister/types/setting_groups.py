@@ -20,7 +20,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "prefix_cache", "kv_tier", "kv_tier_codec", "kv_tier_admission",
     ),
     "scheduling": (
-        "replicas", "router", "prefill", "decode", "rebalance", "standby", "replicate_hot_prefixes", "max_ttft_s",
+        "replicas", "max_replicas", "min_replicas", "upscale_delay_s", "downscale_delay_s", "router", "prefill", "decode",
+        "rebalance", "standby", "replicate_hot_prefixes", "max_ttft_s",
         "kv_transfer", "slow_replicas", "verify_replay", "on", "ray_address", "scheduler", "max_num_seqs", "max_n",
         "max_batched_tokens", "target_step_ms", "max_stall", "stall_floor_ms", "max_waiting", "stall_timeout_s",
         "request_timeout_s", "default_max_tokens", "fork_server", "idle_timeout_s", "idle_keeps",

@@ -143,9 +143,8 @@ class RemoteTransport:
         return session.how or LOST_LINK
 
     async def discard_template(self, *, is_final: bool = False) -> None:
-        """Ends the host if no engine will follow; it is kept for the next one."""
-        if is_final:
-            self._placement.kill()
+        """Ends the host: no engine will follow, or none for now. One whose engine died is kept for the next one."""
+        self._placement.kill()
 
 
 async def _receive(session: HostSession) -> EngineMessage | None:

@@ -151,7 +151,8 @@ def most_starts(scenario: Scenario) -> int | None:
     computes it ahead, and the one where it was does so until it hears of the move.
     """
     kinds = Counter(fault.kind for fault in scenario.faults)
-    if scenario.idle_timeout_s is not None or updates_of(scenario) or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
+    ends_engines = scenario.idle_timeout_s is not None or scenario.min_replicas is not None
+    if ends_engines or updates_of(scenario) or kinds.keys() - {"crash", "fail_step", "refuse_start"}:
         return None
     killers = [number for number, job in enumerate(scenario.jobs) if job.kills_after is not None]
     num_emptied = sum(action.kind in ("flip", "drain") for action in scenario.operations)  # all that is there moves

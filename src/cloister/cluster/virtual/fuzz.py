@@ -120,6 +120,8 @@ def _find_mistake(scenario: Scenario) -> str | None:
         return f"faults and operations are of replicas 0 to {num_replicas - 1}"
     if not 0 <= scenario.num_standby < num_replicas:
         return "num_standby is less than num_replicas"
+    if scenario.min_replicas is not None and not 0 <= scenario.min_replicas <= num_replicas - scenario.num_standby:
+        return "min_replicas is num_replicas at most, without those that stand by"
     if scenario.router not in ROUTERS.names() or scenario.scheduler not in POLICIES.names():
         return f"routers are {', '.join(ROUTERS.names())}; schedulers {', '.join(POLICIES.names())}"
     return None
@@ -147,7 +149,16 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         operations = tuple(replace(each, replica=min(each.replica, last - 1)) for each in scenario.operations)
         roles = scenario.roles[:last]
         num_standby = min(scenario.num_standby, last - 1)
-        yield replace(scenario, num_replicas=last, faults=faults, operations=operations, roles=roles, num_standby=num_standby)
+        min_replicas = None if scenario.min_replicas is None else min(scenario.min_replicas, last - num_standby)
+        yield replace(
+            scenario,
+            num_replicas=last,
+            faults=faults,
+            operations=operations,
+            roles=roles,
+            num_standby=num_standby,
+            min_replicas=min_replicas,
+        )
     for number, operation in enumerate(scenario.operations):
         if operation.trouble != "none":
             plain = replace(operation, trouble="none")
@@ -160,6 +171,8 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, rebalance=False)
     if scenario.num_standby:
         yield replace(scenario, num_standby=0)
+    if scenario.min_replicas is not None:
+        yield replace(scenario, min_replicas=None)
     if scenario.copies_prefixes:
         yield replace(scenario, copies_prefixes=False)
     if scenario.verify_replay:

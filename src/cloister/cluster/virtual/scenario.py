@@ -29,6 +29,8 @@ SCHEDULER_SHARE: Final = 0.5
 MOVED_SHARE: Final = 0.3
 """Share of the clusters of several replicas in which one long request moves again and again."""
 MOVES_SPAN_S: Final = 0.8
+SCALED_SHARE: Final = 0.25
+"""Share of the clusters of several replicas in which replicas are added and removed as the load changes."""
 STANDBY_SHARE: Final = 0.15
 """Share of the clusters of several replicas in which one of them stands by."""
 COPIED_SHARE: Final = 0.25
@@ -129,6 +131,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         rebalance: load is levelled all the time.
         copies_prefixes: hot prefixes are copied to other replicas.
         num_standby: so many of the replicas get no requests until another one is lost.
+        min_replicas: so many run at least, and the others as the load needs them; None: all run.
         moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
         damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
@@ -147,6 +150,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     rebalance: bool = False
     copies_prefixes: bool = False
     num_standby: int = 0
+    min_replicas: int | None = None
     num_blocks: int = 64
     max_num_seqs: int = 8
     max_waiting: int = 16
@@ -179,6 +183,9 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     draw = random.Random(f"copies {seed}")
     if drawn.num_replicas > 1 and draw.random() < (COPIED_SHARE if not drawn.moves_kv else COPIED_SHARE / 4):
         drawn = _copy_prefixes(drawn, draw)
+    draw = random.Random(f"scaling {seed}")
+    if drawn.num_replicas > 1 and draw.random() < SCALED_SHARE:
+        drawn = _scale(drawn, draw)
     draw = random.Random(f"updates {seed}")
     return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
 
@@ -203,6 +210,29 @@ def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:
         num_blocks=draw.choice((64, 160)),
         jobs=jobs,
         operations=scenario.operations + drops,
+    )
+
+
+def _scale(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario in which one replica is too few now and then: requests come in bursts, with a rest between."""
+    rest_s = draw.choice((0.5, 2.0, 4.0))
+    bursts = tuple(
+        msgspec.structs.replace(
+            job, at_s=round(number * rest_s + job.at_s * draw.random(), 4), max_tokens=draw.choice((job.max_tokens, 60))
+        )
+        for number in range(draw.choice((1, 2, 3)))
+        for job in draw.choice((1, 2)) * scenario.jobs
+    )
+    return msgspec.structs.replace(
+        scenario,
+        min_replicas=draw.choice((1, 1, 1, 2)),
+        max_num_seqs=min(scenario.max_num_seqs, 4),
+        max_waiting=max(scenario.max_waiting, 4),
+        jobs=bursts,
+        operations=tuple(
+            msgspec.structs.replace(operation, at_s=round(operation.at_s + draw.random() * rest_s, 4))
+            for operation in scenario.operations
+        ),
     )
 
 

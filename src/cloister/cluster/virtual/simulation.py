@@ -17,7 +17,8 @@ from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
-from cloister.cluster.replica_states import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
+from cloister.cluster.scaling import GONE
 from cloister.cluster.virtual.checks import (
     RECOVERY_S,
     JobAnswer,
@@ -57,6 +58,7 @@ QUIET_S: Final = 6.0
 """A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
 LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
+SCALE_DOWN_S: Final = 0.5
 UPDATE_LOOK_S: Final = 0.05
 MANY: Final = 1_000_000
 NUM_RESTARTS: Final = 20
@@ -282,7 +284,9 @@ class _Simulation:
             self.hosts,
             self.shape,
             self.scenario.router,
-            ClusterConfig(self.scenario.roles, self.scenario.rebalance, self.scenario.num_standby),
+            ClusterConfig(
+                self.scenario.roles, self.scenario.rebalance, self.scenario.num_standby, self._make_scaling(self.scenario)
+            ),
             draw=self.draw,
             make_predictor=self._make_predictor,
             clock=self.loop.clock,
@@ -297,6 +301,11 @@ class _Simulation:
         front.subscribe(self._observe)
         await front.start()
         self.front = front
+
+    def _make_scaling(self, scenario: Scenario) -> ScalingConfig | None:
+        if scenario.min_replicas is None:
+            return None
+        return ScalingConfig(scenario.min_replicas, up_after_s=0.1, down_after_s=SCALE_DOWN_S, look_every_s=0.05)
 
     def _make_predictor(self, model: ModelInfo) -> LengthPredictor:
         draw = random.Random(self.scenario.seed)
@@ -498,7 +507,21 @@ class _Simulation:
             for replica in front.snapshots()
             if replica.is_slow and replica.index not in slowed
         ]
-        return [*left, *self._leftovers_of_update(front), *leftovers_of_front(front)]
+        return [*left, *self._leftovers_of_update(front), *self._leftovers_of_scaling(front), *leftovers_of_front(front)]
+
+    def _leftovers_of_scaling(self, front: ReplicaSet) -> Iterator[str]:
+        """Without requests no more replicas run than must, and those that are stopped have no engine."""
+        if self.scenario.min_replicas is None:
+            return
+        replicas = front.snapshots()
+        running = [r for r in replicas if not (r.is_stopped or r.is_standby or r.state in GONE)]
+        most = max(1, self.scenario.min_replicas, len({r.role for r in running}))
+        if len(running) > most:
+            yield f"{len(running)} replicas run, where {most} are enough"
+        for replica in replicas:
+            has_engine = any(host.process is not None and host.process.has_front for host in self.hosts_of[replica.index])
+            if replica.state == "stopped" and has_engine:
+                yield f"replica {replica.index} is stopped, and its engine runs"
 
     def _leftovers_of_update(self, front: ReplicaSet) -> Iterator[str]:
         if (progress := front.update_progress) is None:

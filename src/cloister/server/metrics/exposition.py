@@ -89,7 +89,9 @@ class EngineGauges:
             role.add_metric((*label, replica.role), 1)
         yield from (up, requests, waiting, usage, slowness, mismatches, routed, moved, loads, copies, promotions, state, role)
         actions = CounterMetricFamily(
-            "cloister_replica_actions", "Moves by load, drains, flips and updates of replicas.", labels=("action",)
+            "cloister_replica_actions",
+            "Moves by load, drains, flips, updates, additions and removals of replicas.",
+            labels=("action",),
         )
         for action, count in self._engine.action_counts().items():
             actions.add_metric((action,), count)

@@ -83,7 +83,7 @@ export class MemoryCard {
   }
 }
 
-const STATES = { running: "state well", idle: "state", starting: "state", draining: "state", drained: "state", standby: "state" };
+const STATES = { running: "state well", idle: "state", starting: "state", draining: "state", drained: "state", stopping: "state", stopped: "state", standby: "state" };
 
 /** The fleet: every replica with its role, state and load, where there are several. */
 export class FleetCard {
