@@ -22,13 +22,23 @@ def test_drains_flips_and_updates_are_logged_and_counted(caplog: pytest.LogCaptu
         log.note_drain(index)
     log.note_flip(2, "prefill")
     log.note_update()
+    log.note_addition(1)
+    log.note_removal(1)
     assert caplog.messages == [
         "replica 0 is drained (drain 1 since the start)",
         "replica 2 is drained (drain 2 since the start)",
         "replica 2 changes its role to prefill (flip 1 since the start)",
         "a rolling update begins (update 1 since the start)",
+        "replica 1 is added (add 1 since the start)",
+        "replica 1 is removed (remove 1 since the start)",
     ]
-    assert {action: count for action, count in log.counts.items() if count} == {"drain": 2, "flip": 1, "update": 1}
+    assert {action: count for action, count in log.counts.items() if count} == {
+        "drain": 2,
+        "flip": 1,
+        "update": 1,
+        "add": 1,
+        "remove": 1,
+    }
 
 
 def test_moves_are_logged_as_sums_at_most_once_a_minute(caplog: pytest.LogCaptureFixture) -> None:

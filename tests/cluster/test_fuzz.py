@@ -229,6 +229,10 @@ async def exchange_at_once(update: RollingUpdate, index: int, client: EngineClie
     return update._replicas.put_client(index, client)
 
 
+async def rest_in_words(client: EngineClient) -> bool:
+    return True
+
+
 async def leave_both_weights(update: RollingUpdate) -> None:
     """Does nothing."""
 
@@ -261,6 +265,8 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "an answer goes on with other weights": (ReplicaStates, "able", take_any_weights),
     "a replica that has requests gets another engine": (RollingUpdate, "_exchange", exchange_at_once),
     "a failed update leaves both weights": (RollingUpdate, "_roll_back", leave_both_weights),
+    "a replica is stopped and its engine is not": (EngineClient, "rest", rest_in_words),
+    "a replica that is stopped gets requests": (ReplicaStates, "scaled", property(lambda states: set())),
 }
 
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from cloister.cluster import ReplicaSet
 from cloister.engine.machine import read_machine
+from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
 from cloister.policy import Policy
 from cloister.policy.policy import Use
@@ -86,6 +88,20 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"prefill": 1, "decode": 1}, "set replicas to 2 or more"),
         ({"replicate_hot_prefixes": True}, "set replicas to 2 or more"),
         ({"standby": 1}, "set replicas to 2 or more"),
+        ({"min_replicas": 1}, "set max_replicas"),
+        ({"downscale_delay_s": 5.0}, "set max_replicas"),
+        ({"max_replicas": 1}, "max_replicas"),
+        ({"replicas": 2, "max_replicas": 3}, "leave replicas out"),
+        ({"min_replicas": 4, "max_replicas": 3}, "set max_replicas to 4 or more"),
+        (
+            {"min_replicas": 2, "max_replicas": 2, "standby": 1},
+            "2 replicas stay beside 1 that stand by, so set max_replicas to 3",
+        ),
+        ({"prefill": 1, "decode": 1, "standby": 1, "max_replicas": 2, "kv_transfer": "shm"}, "set max_replicas to 3 or more"),
+        ({"max_replicas": 2, "idle_timeout_s": 5.0}, "set min_replicas to 0, or leave idle_timeout_s out"),
+        ({"min_replicas": 0, "max_replicas": 2, "on": "ray"}, "set min_replicas to 1 or more, or leave on out"),
+        ({"min_replicas": 0, "max_replicas": 2, "standby": 1}, "set min_replicas to 1 or more, or leave standby out"),
+        ({"max_replicas": 2, "sealed": True}, "start more nodes"),
         ({"replicas": 2, "standby": 2}, "set replicas to 3 or more"),
         ({"replicas": 3, "standby": 1, "prefill": 1, "decode": 2, "kv_transfer": "shm"}, "1 of 3 .* set replicas to 4 or more"),
         ({"replicas": 2, "standby": 1, "idle_timeout_s": 5.0}, "leave standby or idle_timeout_s out"),
@@ -120,6 +136,29 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         resolve_settings(flags)
+
+
+def test_there_are_places_for_as_many_replicas_as_there_may_be() -> None:
+    settings = resolve_settings({"max_replicas": 3, "min_replicas": 2})
+    assert settings.server.config.replicas == 3
+    assert settings.server.config.idle_timeout_s is None
+    cluster = make_engine(settings.engine.config, settings.server.config)
+    assert isinstance(cluster, ReplicaSet)
+    assert [snapshot.is_stopped for snapshot in cluster.snapshots()] == [False, False, True]
+
+
+def test_with_none_that_must_stay_the_last_engine_ends_as_idle() -> None:
+    flags = {"max_replicas": 3, "min_replicas": 0, "downscale_delay_s": 7.0}
+    assert resolve_settings(flags).server.config.idle_timeout_s == 7.0
+    assert resolve_settings({**flags, "idle_timeout_s": 90.0}).server.config.idle_timeout_s == 90.0
+
+
+@pytest.mark.parametrize("profile", ["private", "paranoid"])
+def test_no_load_decides_how_many_replicas_a_strict_profile_has(profile: str) -> None:
+    with pytest.raises(PolicyError, match="set `replicas` to a fixed number"):
+        resolve_settings({"max_replicas": 2, "profile": profile})
+    for other in ("open", "team"):
+        assert resolve_settings({"max_replicas": 2, "profile": other}).server.config.replicas == 2
 
 
 @pytest.mark.parametrize("where", ["shm", "unix", "tls://192.0.2.1:0", "shm,tls://192.0.2.1:0"])

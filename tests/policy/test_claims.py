@@ -63,6 +63,11 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "cluster/test_standby.py::test_only_one_that_is_gone_loses_its_place",
         "cluster/test_standby.py::test_who_takes_a_place_is_drawn",
     ),
+    "flip.scaling": (
+        "cluster/test_scaling.py::test_which_one_goes_is_drawn_by_capacity",
+        "cluster/test_scaling.py::test_additions_and_removals_are_counted",
+        "cluster/test_settings.py::test_no_load_decides_how_many_replicas_a_strict_profile_has",
+    ),
     "priority": (
         "policy/test_gate.py::test_tenant_and_class_come_from_the_credential",
         "policy/test_gate.py::test_a_strict_profile_shows_the_engine_a_class_and_no_tenant",

@@ -26,7 +26,7 @@ GONE: Final[frozenset[ReplicaState]] = frozenset({"lost", "draining", "drained",
 """States in which a replica that has an engine serves nobody."""
 
 SCALING_THREAT: Final = ThreatProfile(
-    row="machine-level scheduler",
+    row="instance flip",
     threats=frozenset({Requirement.NON_TARGETABLE}),
     attack="flood replicas, or leave, so that one is added or removed where others' requests run",
     mitigations=(

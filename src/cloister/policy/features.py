@@ -504,7 +504,7 @@ _FEATURES: Final = (
     ),
     _feature(
         "replica-scaling",
-        row="router",
+        row="flip",
         setting="max_replicas",
         title="Replicas that come and go with the load",
         does="adds a replica while requests wait, and drains and ends one when fewer are enough",
