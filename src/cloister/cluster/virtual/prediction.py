@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
-from cloister.cluster.replica_states import ClusterConfig
+from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front
@@ -42,6 +42,7 @@ class ClusterShape:
         part_entries: entries that an engine copies between two steps.
         num_cores: that engines, front and clients share; None: each has one of its own.
         front: what front and clients take of them.
+        scaling: when replicas are added and removed; None: all run.
     """
 
     engine: EngineShape
@@ -54,6 +55,7 @@ class ClusterShape:
     copies_prefixes: bool = False
     num_cores: int | None = None
     front: FrontCosts = FREE
+    scaling: ScalingConfig | None = None
 
 
 @contextlib.asynccontextmanager
@@ -92,7 +94,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
         hosts,
         shape.engine,
         shape.router,
-        ClusterConfig(shape.roles),
+        ClusterConfig(shape.roles, scaling=shape.scaling),
         draw=draw,
         clock=loop.clock,
         make_hot_prefixes=make_hot_prefixes if shape.copies_prefixes else None,
