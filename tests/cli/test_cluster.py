@@ -1,4 +1,4 @@
-"""`cloister cluster fuzz` as a person runs it."""
+"""`cloister cluster up` and `fuzz` as a person runs them."""
 
 from __future__ import annotations
 
@@ -19,6 +19,20 @@ def run(capsys: Captured, *args: str) -> tuple[object, str, str]:
         main(["cluster", "fuzz", *args])
     assert logging.root.manager.disable == logging.NOTSET, "other tests of this process read logs"
     return caught.value.code or 0, *capsys.readouterr()
+
+
+def test_up_is_serve(capsys: Captured) -> None:
+    flags = ["--max-replicas", "3", "--min-replicas", "2", "--model", "cloister-5m", "--explain", "--json"]
+    said = []
+    for verb in (["serve"], ["cluster", "up"]):
+        with pytest.raises(SystemExit) as caught:
+            main([*verb, *flags])
+        assert not caught.value.code
+        said.append(json.loads(capsys.readouterr().out))
+    assert said[0] == said[1]
+    values = {each["setting"]: (each["value"], each["why"]) for each in said[1]}
+    assert values["replicas"] == (3, "max_replicas")
+    assert values["min_replicas"] == (2, "flag")
 
 
 def test_seeds_are_run_counted_and_kept_to(tmp_path: Path, capsys: Captured) -> None:

@@ -1,4 +1,5 @@
-"""`cloister cluster`: the replicas of a server that runs, and a search for faults that several replicas do not survive."""
+"""`cloister cluster`: starts replicas, shows and drains those of a server that runs, and searches for faults that several
+replicas do not survive."""
 
 from __future__ import annotations
 
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 import typer
 
 from cloister.cli.console import err, leave, make_folder, make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.serve import serve
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.text_files import read_text_file
 
@@ -19,7 +21,9 @@ if TYPE_CHECKING:
     from cloister.cluster.virtual.fuzz import SeedTally
     from cloister.cluster.virtual.simulation import RunOutcome
 
-app = typer.Typer(help="Show, drain and return replicas; search for faults that they do not survive.", no_args_is_help=True)
+app = typer.Typer(
+    help="Start, show, drain and return replicas; search for faults that they do not survive.", no_args_is_help=True
+)
 BROKEN: Final = 1
 LOCAL_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 10.0
@@ -35,6 +39,13 @@ _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 ServerUrl = Annotated[str, typer.Argument(help="Address of the server.", metavar="[URL]")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that holds an operator's API key.", metavar="FILE")]
 ReplicaIndex = Annotated[int, typer.Argument(help="Index of the replica, from 0.", metavar="REPLICA", min=0)]
+
+
+app.command(
+    "up",
+    help="Serve a model with several replicas: the same command as `cloister serve`, with the same flags and file. How many "
+    "there are say --replicas, or --min-replicas and --max-replicas; where they run says --on.",
+)(serve)
 
 
 @app.command()

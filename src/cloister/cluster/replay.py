@@ -10,7 +10,7 @@ import logging
 import random
 import secrets
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
 
 import msgspec
@@ -104,12 +104,14 @@ class ReplayVerifier:
         odd: replicas that computed wrongly, which must get no requests any more.
         num_mismatches: for each replica, how often another one computed something else and no third one sided with it.
         num_replays: answers that were computed again.
+        list_absent: returns the replicas without engines, which must not be asked.
     """
 
     def __init__(self, replicas: Sequence[EngineClient], rate: float, draw: random.Random) -> None:
         self.odd: set[int] = set()
         self.num_mismatches = [0] * len(replicas)
         self.num_replays = 0
+        self.list_absent: Callable[[], Collection[int]] = tuple
         self._own_ids: set[str] = set()
         self._replicas, self._rate, self._draw = replicas, rate, draw
         self._recorders: dict[str, _Recorder] = {}
@@ -172,8 +174,9 @@ class ReplayVerifier:
         free = []
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
-            is_free = snapshot.is_accepting and not (snapshot.is_idle or snapshot.num_waiting)
-            if index != replica and index not in self.odd and is_free and client.fingerprint == computed.fingerprint:
+            is_free = snapshot.is_accepting and not snapshot.num_waiting
+            is_there = index != replica and index not in self.odd and index not in self.list_absent()
+            if is_there and is_free and client.fingerprint == computed.fingerprint:
                 free.append((index, self._engine(index)))
         return self._draw.sample(free, min(2, len(free)))
 

@@ -110,6 +110,7 @@ class ReplicaStates:
         self.lengths: LengthForecasts | None = None
         self.copies: PrefixCopies | None = None
         self._verifier, self._clock = verifier, clock
+        verifier.list_absent = lambda: self.scaled
         self._cost = StepCost()
         self._stored: dict[tuple[int, str], KVStored] = {}  # what each tier of each replica last said
         self._transfer_token_s = [0.0] * num_replicas

@@ -45,6 +45,9 @@ LOOK_EVERY_S: Final = 0.2
 PROBE_EVERY_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 30.0
 UPDATE_S: Final = 120.0
+UPSCALE_S: Final = 0.1
+DOWNSCALE_S: Final = 0.5
+"""Replicas come and go as soon as in virtual time, so that both happen."""
 SLICE_S: Final = 0.02
 """For so long an engine that is slow runs between two stops."""
 _LISTENS: Final = "0A"
@@ -174,6 +177,10 @@ class _ProcessRun:
             }
             if scenario.moves_kv or scenario.copies_prefixes or {*scenario.roles} - {"mixed"}:
                 given["kv_transfer"] = KV_TRANSFERS[self.on]
+        if scenario.min_replicas is not None and given.pop("replicas") > 1:
+            num_min = scenario.min_replicas if scenario.idle_timeout_s is not None else max(1, scenario.min_replicas)
+            given |= {"min_replicas": num_min, "max_replicas": scenario.num_replicas, "upscale_delay_s": UPSCALE_S}
+            given["downscale_delay_s"] = DOWNSCALE_S
         if scenario.idle_timeout_s is not None:
             given["idle_timeout_s"] = scenario.idle_timeout_s
         return self._settings(**given)
@@ -364,8 +371,8 @@ class _ProcessRun:
             if replica.num_requests
         ]
         left += leftovers_of_front(front)
-        for index in range(len(_clients(front))) if not left else ():
-            left += await self._probe(front, index)
+        for replica in front.snapshots() if not left else ():
+            left += [] if replica.is_stopped else await self._probe(front, replica.index)
         return left
 
     async def _probe(self, front: RequestClient, index: int) -> list[str]:

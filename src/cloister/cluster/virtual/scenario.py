@@ -225,7 +225,7 @@ def _scale(scenario: Scenario, draw: random.Random) -> Scenario:
     )
     return msgspec.structs.replace(
         scenario,
-        min_replicas=draw.choice((1, 1, 1, 2)),
+        min_replicas=draw.choice((1, 1, 1, 2)) if scenario.idle_timeout_s is None else 0,
         max_num_seqs=min(scenario.max_num_seqs, 4),
         max_waiting=max(scenario.max_waiting, 4),
         jobs=bursts,
