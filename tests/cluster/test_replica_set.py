@@ -158,20 +158,20 @@ class Accounting(RuleBasedStateMachine):
     def restart(self, index: int) -> None:
         self.engines.restart(index)
 
-    @precondition(lambda self: self.client._places)
+    @precondition(lambda self: self.client._moves.places)
     @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
     def migrate(self, data: st.DataObject, index: int) -> None:
-        request_id = data.draw(st.sampled_from(list(self.client._places)))
-        source = self.client._places[request_id]
-        if source != index and self.client._snapshot(index).is_accepting:
-            self.client._migrate(request_id, source, index)
+        request_id = data.draw(st.sampled_from(list(self.client._moves.places)))
+        source = self.client._moves.places[request_id]
+        if source != index and self.client._states.snapshot(index).is_accepting:
+            self.client._moves.move_now(request_id, source, index)
 
-    @precondition(lambda self: self.client._places)
+    @precondition(lambda self: self.client._moves.places)
     @rule(data=st.data(), index=st.integers(0, NUM_REPLICAS - 1))
     def begin_shadow(self, data: st.DataObject, index: int) -> None:
-        request_id = data.draw(st.sampled_from(list(self.client._places)))
-        if index != (source := self.client._places[request_id]):
-            self.client._shadow_moves.begin(request_id, source, index, self.shadow_ends.append)
+        request_id = data.draw(st.sampled_from(list(self.client._moves.places)))
+        if index != (source := self.client._moves.places[request_id]):
+            self.client._moves.shadows.begin(request_id, source, index, self.shadow_ends.append)
 
     @invariant()
     def no_block_is_lost(self) -> None:
@@ -182,7 +182,7 @@ class Accounting(RuleBasedStateMachine):
     def each_open_request_is_in_one_place(self) -> None:
         held = [request_id for client in self.engines.clients for request_id in client._requests._by_id]
         assert len(held) == len(set(held))
-        assert set(held) == set(self.client._places)
+        assert set(held) == set(self.client._moves.places)
 
     def teardown(self) -> None:
         """Lets everything end, then counts."""
@@ -192,7 +192,7 @@ class Accounting(RuleBasedStateMachine):
             self.engines.clock.advance(0.05)
             for index in range(NUM_REPLICAS):
                 self.engines.step(index)
-        assert not self.client._places
+        assert not self.client._moves.places
         assert not self.client.num_shadows
         assert not self.client.num_forecasts
         for replica in self.engines.replicas:
@@ -231,10 +231,10 @@ def begin_move(engines: Engines) -> tuple[Request, list[int], list[ShadowEnd]]:
     """Has replica 1 compute a request of replica 0 too, until both have said as much. Returns what reaches the client."""
     request, said, ends = make_request("a", max_tokens=40), [], []
     engines.client.submit(request, lambda output: said.extend(output.token_ids))
-    assert engines.client._places[request.request_id] == 0
+    assert engines.client._moves.places[request.request_id] == 0
     step_until(engines, [0], lambda: len(said) == 3)
-    assert engines.client._shadow_moves.begin(request.request_id, 0, 1, ends.append)
-    (move,) = engines.client._shadow_moves._moves.values()
+    assert engines.client._moves.shadows.begin(request.request_id, 0, 1, ends.append)
+    (move,) = engines.client._moves.shadows._moves.values()
     step_until(engines, [0], lambda: len(said) == 4)
     step_until(engines, [1], lambda: move.num_level == 1)
     return request, said, ends
@@ -262,7 +262,7 @@ def test_while_both_replicas_have_said_as_much_the_next_token_comes_from_the_fir
     engines.step(1)
     assert len(said) == num_said + 2  # the target is ahead: its token comes at once, and the request is there
     assert ends == [ShadowEnd.TOOK_OVER]
-    assert engines.client._places[request.request_id] == 1
+    assert engines.client._moves.places[request.request_id] == 1
     step_until(engines, [1], lambda: len(said) == 40)
     assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
 
@@ -293,10 +293,10 @@ def test_when_the_time_of_a_move_is_over_a_target_that_has_said_as_much_gets_the
     monkeypatch.setattr(shadow_moves, "SHADOW_TIMEOUT_S", 0.0)
 
     async def main() -> ShadowEnd:
-        moving = asyncio.create_task(engines.client._shadow_moves.run(request.request_id, 0, 1))
-        while not len(engines.client._shadow_moves):
+        moving = asyncio.create_task(engines.client._moves.shadows.run(request.request_id, 0, 1))
+        while not len(engines.client._moves.shadows):
             await asyncio.sleep(0)
-        (move,) = engines.client._shadow_moves._moves.values()
+        (move,) = engines.client._moves.shadows._moves.values()
         engines.step(0)
         step_until(engines, [1], lambda: move.num_level == 1)
         if is_behind:
@@ -304,7 +304,7 @@ def test_when_the_time_of_a_move_is_over_a_target_that_has_said_as_much_gets_the
         return await moving
 
     assert run(main()) is end
-    assert engines.client._places[request.request_id] == (0 if is_behind else 1)
+    assert engines.client._moves.places[request.request_id] == (0 if is_behind else 1)
     step_until(engines, [0 if is_behind else 1], lambda: len(said) == 40)
     assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
     assert not engines.client.num_shadows
@@ -315,7 +315,7 @@ def test_a_target_that_is_never_ahead_gets_the_request_after_some_steps(model_pa
     request, said, ends = begin_move(engines)
     assert step_until(engines, [0, 1], lambda: bool(ends)) == LEAD_PATIENCE
     assert ends == [ShadowEnd.TOOK_OVER]
-    assert engines.client._places[request.request_id] == 1
+    assert engines.client._moves.places[request.request_id] == 1
     step_until(engines, [1], lambda: len(said) == 40)
     assert said == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
 
@@ -367,14 +367,14 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
 
 def test_a_replica_says_that_it_is_slow_or_drained_and_what_an_operator_did_counts_first(model_path: Path) -> None:
     engines = Engines(model_path, "least_load")
-    engines.client._speeds._speeds[1].is_slow = True
-    engines.client._draining.add(2)
+    engines.client._states.speeds._speeds[1].is_slow = True
+    engines.client._states.draining.add(2)
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["running", "slow", "drained"]
     engines.client._verifier.odd.add(1)
     assert engines.client.snapshots()[1].state == "suspicious"
-    engines.client._draining.add(1)
+    engines.client._states.draining.add(1)
     engines.client.submit(make_request("a", max_tokens=2), lambda output: None)
-    engines.client._draining.add(0)
+    engines.client._states.draining.add(0)
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["draining", "drained", "drained"]
     engines.lose(2)
     assert engines.client.snapshots()[2].state == "starting"
@@ -413,7 +413,7 @@ def test_a_replica_says_how_much_is_expected_of_its_answers_and_learns_from_thei
         engines.step(index)
     assert sum(one.num_expected_tokens for one in engines.client.snapshots()) == 0
     assert engines.client.num_forecasts == 0
-    lengths = engines.client._lengths
+    lengths = engines.client._states.lengths
     assert lengths is not None
     assert lengths._predictor._num_learned == 1  # type: ignore[attr-defined]  # the others were of fixed length
 
