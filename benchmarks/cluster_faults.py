@@ -303,7 +303,7 @@ def drop(way: Way, whose: Whose, lasts_s: float) -> Fault:
 
 
 def drop_between(lasts_s: float) -> Fault:
-    """Makes a fault: what the first replica's machine sends to the last one's is dropped, KV first of all; others reach both."""
+    """Makes a fault: what the first replica's machine sends to the last one's is dropped, such as KV; others reach both."""
 
     async def drop_one_way(cluster: Cluster) -> None:
         with cluster.known_ray.drop([find_machine(cluster, "first")], [find_machine(cluster, "last")]):
