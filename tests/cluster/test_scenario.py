@@ -1,4 +1,4 @@
-"""One scenario runs in virtual time, on engine processes and on Ray, keeps every promise there, and shows it if one is broken."""
+"""One scenario keeps every promise in virtual time, on engine processes and on Ray, and shows it if one is broken."""
 
 from __future__ import annotations
 
