@@ -140,15 +140,21 @@ class LocalRay:
     """A Ray cluster of several raylets on this machine, on loopback.
 
     Args:
-        apart: each raylet has a network of its own.
+        num_raylets: with that of the head.
+        apart: the head and each raylet have a network of their own. Then one more, without CPUs, is in the network of this
+            process, for the front to join, and the head has no CPUs either.
 
     Attributes:
         address: where drivers join it.
+        raylets: first the head's.
+        front: number of the raylet beside the front.
     """
 
     def __init__(self, num_raylets: int, *, apart: bool = False) -> None:
         self._folder = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")
-        self._networks = Networks(num_raylets - 1) if apart else None
+        self._networks = Networks(num_raylets) if apart else None
+        self._places: list[int | None] = [0, None, *range(1, num_raylets)] if apart else [None] * num_raylets
+        self.front = 1 if apart else 0
         variables = {name: value for name, value in VARIABLES.items() if not (apart and name == LOOPBACK_ONLY)}
         os.environ.update(variables, RAY_TMPDIR=self._folder)  # before Ray is imported
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # Ray reads it once in a process
@@ -157,33 +163,48 @@ class LocalRay:
         logging.getLogger("ray").setLevel(logging.ERROR)
         self._cluster = Cluster()
         try:
-            self._start(num_raylets)
+            self._start()
         except BaseException:
             self.close()
             raise
 
-    def _start(self, num_raylets: int, port: int = 0) -> None:
-        common = {"num_cpus": NUM_CPUS, "object_store_memory": 80 * 2**20}
-        own = "127.0.0.1" if self._networks is None else self._networks.own_address
-        head = {"include_dashboard": False, "no_monitor": True, "gcs_server_port": port, **common}
-        self.raylets = [self._cluster.add_node(node_ip_address=own, **head)]
-        for index in range(num_raylets - 1):
+    def _start(self, port: int = 0) -> None:
+        self.raylets: list[Any] = []
+        for number, place in enumerate(self._places):
             with contextlib.ExitStack() as where:
+                address = "127.0.0.1"
                 if self._networks is not None:
-                    where.enter_context(self._networks.inside(index))
-                address = own if self._networks is None else self._networks.address(index)
-                self.raylets.append(self._cluster.add_node(node_ip_address=address, **common))
+                    address = self._networks.own_address if place is None else self._networks.address(place)
+                    where.enter_context(contextlib.nullcontext() if place is None else self._networks.inside(place))
+                takes_none = self._networks is not None and number <= self.front
+                flags = {"num_cpus": 0 if takes_none else NUM_CPUS, "object_store_memory": 80 * 2**20}
+                head = {} if number else {"include_dashboard": False, "no_monitor": True, "gcs_server_port": port}
+                self.raylets.append(self._cluster.add_node(node_ip_address=address, **head, **flags))
         self.address: str = self._cluster.address
 
     def cut_off(self, index: int) -> contextlib.AbstractContextManager[None]:
         """Takes the network from a raylet that has one of its own, for a time."""
         assert self._networks is not None
-        return self._networks.cut_off(index - 1)
+        place = self._places[index]
+        assert place is not None
+        return self._networks.cut_off(place)
 
-    def drop(self, source: int, targets: Iterable[int]) -> contextlib.AbstractContextManager[None]:
-        """Drops what one raylet's machine sends to those of others for a time; 0 is that of the head, and of the front."""
+    @contextlib.contextmanager
+    def drop(self, sources: Iterable[int], targets: Iterable[int]) -> Iterator[None]:
+        """Drops what some raylets' machines send to those of others for a time."""
         assert self._networks is not None
-        return self._networks.drop(source - 1 if source else None, [target - 1 if target else None for target in targets])
+        places = [self._places[target] for target in targets]
+        with contextlib.ExitStack() as dropping:
+            for source in sources:
+                dropping.enter_context(self._networks.drop(self._places[source], places))
+            yield
+
+    def raylet_of(self, replica: int) -> int:
+        """Returns the raylet that has a replica of the one driver."""
+        tables = self._cluster.global_state.placement_group_table().values()
+        [group] = [table for table in tables if table["state"] == "CREATED"]
+        node = group["bundles_to_node_id"][replica]
+        return next(number for number, raylet in enumerate(self.raylets) if raylet.node_id == node)
 
     def raylet_pid(self, index: int) -> int:
         """Returns the process of a raylet; 0 is that of the head."""
@@ -213,10 +234,10 @@ class LocalRay:
         """Ends what is left of it, and starts another cluster at the same address, as an operator does whose head died."""
         from ray.cluster_utils import Cluster
 
-        num_raylets, port = len(self.raylets), int(self.address.rpartition(":")[2])
+        port = int(self.address.rpartition(":")[2])
         self._end_processes()
         self._cluster = Cluster(shutdown_at_exit=False)  # that would set signal handlers, which only a main thread can
-        self._start(num_raylets, port)
+        self._start(port)
 
     def _end_processes(self) -> None:
         """Ends its raylets and its head, and with them their actors; not what others have started on it."""

@@ -7,7 +7,8 @@ again, those that were lost after they were accepted, the longest gap in a strea
 
 With `--on ray` they are on a Ray of three raylets on this machine, and faults are of Ray's processes too. With `--apart` each
 raylet has a network of its own (which takes root), so that KV goes over TLS, and networks fail too: `cut off raylet`, and
-what is sent in one direction is dropped without a word (`to raylet`, `from raylet`: of the front; `between raylets`).
+what is sent in one direction is dropped without a word (`to first's machine 3 s` and so on: of the first replica, which
+prefills where there are roles, of the last one, of Ray's head, and of the front).
 
 Layouts of `DISK_LAYOUTS` run only if they are named: their KV tier, their log and their temporary files are on a small disk of
 their own (which takes root), and `disk full` takes the rest of it.
@@ -26,8 +27,9 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal, get_args
 
@@ -35,12 +37,13 @@ import httpx
 from rich.table import Table
 
 from benchmarks.cluster_demo import PROMPTS, TIMEOUT_S, Answer, LocalRay, ask, ask_all, local_ray, replicas_up, serving
+from benchmarks.foreign_sockets import KVConnection, deaf, deafen, ends_at, ends_to, strike_transfer
 from benchmarks.harness import console
 from cloister.models import locate
 from tests.adapter_factory import write_adapter
-from tests.serving import ServeProcess, descendants
+from tests.serving import ServeProcess, descendants, find_processes
 
-RECOVER_S: Final = 60.0
+RECOVER_S: Final = 120.0
 SHAPE: Final = r"[a-z]{2,8}( [a-z]{2,8}){40,60}\."
 LAYOUTS: Final = {
     "2 mixed": ("--replicas", "2"),
@@ -63,6 +66,10 @@ DISK_MIB: Final = 24
 KV: Final = {"local": "shm", "ray": "shm,tls"}
 NUM_RAYLETS: Final = 3
 HEAD_AWAY_S: Final = 15.0
+STARVED_S: Final = 5.0
+TRANSFER_S: Final = 40.0
+"""Longest wait for a transfer of KV."""
+STRIKE_PAUSE_S: Final = 1.0
 REFUSED_PAUSE_S: Final = 1.0
 """Pause of a client that was refused, while requests are asked again and again."""
 
@@ -82,8 +89,17 @@ class Cluster:
 
     def engine_pids(self) -> list[int]:
         """Returns the engines' processes, in the order of their start."""
-        named = {pid: Path(f"/proc/{pid}/comm").read_text().strip() for pid in descendants(os.getpid())}
-        return [pid for pid, name in named.items() if name == "cl-engine"]
+        return find_processes(os.getpid(), "engine")
+
+    @property
+    def pids(self) -> list[int]:
+        """All processes of the server."""
+        return [self.server.process.pid, *descendants(self.server.process.pid)]
+
+    @property
+    def port(self) -> int:
+        """Where the server listens."""
+        return int(self.server.url.rpartition(":")[2])
 
     @property
     def known_ray(self) -> LocalRay:
@@ -93,8 +109,8 @@ class Cluster:
 
 
 Fault = Callable[[Cluster], Awaitable[None]]
-Way = Literal["to", "from", "between"]
-WAYS: Final[tuple[Way, ...]] = get_args(Way)
+Way = Literal["to", "from"]
+Whose = Literal["first", "last", "head", "front"]
 
 
 def make_bodies(num_requests: int, max_tokens: int, model: str, repeats: int = 1) -> list[dict[str, Any]]:
@@ -142,23 +158,102 @@ async def stop_one(cluster: Cluster) -> None:
     os.kill(cluster.engine_pids()[-1], signal.SIGSTOP)
 
 
-async def starve_one(cluster: Cluster) -> None:
-    """An engine gets a tenth of the processor for five seconds."""
-    pid = cluster.engine_pids()[-1]
-    for _ in range(10):
-        os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(0.45)
-        os.kill(pid, signal.SIGCONT)
-        await asyncio.sleep(0.05)
+def starve(find: Callable[[Cluster], list[int]]) -> Fault:
+    """Makes a fault: processes get a tenth of a processor together for five seconds, in a control group of their own."""
+
+    async def starve_some(cluster: Cluster) -> None:
+        with a_tenth_of_a_cpu(find(cluster)):
+            await asyncio.sleep(STARVED_S)
+
+    return starve_some
 
 
-async def cut_transfers(cluster: Cluster) -> None:
-    """Each engine in turn is stopped, so that KV on its way to others stops too, and killed while they wait for the rest."""
-    for pid in cluster.engine_pids():
-        os.kill(pid, signal.SIGSTOP)
-        await asyncio.sleep(1.0)
-        os.kill(pid, signal.SIGKILL)
-        await asyncio.sleep(5.0)  # there is another one by then
+@contextlib.contextmanager
+def a_tenth_of_a_cpu(pids: list[int]) -> Iterator[None]:
+    """Limits processes to 10 of every 100 ms together (cgroups(7), of either version; takes root)."""
+    is_first_version = Path("/sys/fs/cgroup/cpu/cpu.cfs_quota_us").exists() or Path("/sys/fs/cgroup/cpu/cgroup.procs").exists()
+    root = Path("/sys/fs/cgroup/cpu" if is_first_version else "/sys/fs/cgroup")
+    group = root / f"cloister-faults-{os.getpid()}"
+    group.mkdir()
+    try:
+        if is_first_version:
+            (group / "cpu.cfs_period_us").write_text("100000")
+            (group / "cpu.cfs_quota_us").write_text("10000")
+        else:
+            (group / "cpu.max").write_text("10000 100000")
+        _put_into(group, pids)
+        yield
+    finally:
+        _put_into(root, map(int, (group / "cgroup.procs").read_text().split()))
+        group.rmdir()
+
+
+def _put_into(group: Path, pids: Iterable[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            (group / "cgroup.procs").write_text(str(pid))
+
+
+def fail_front(way: Way, lasts_s: float) -> Fault:
+    """Makes a fault: what the front's clients send it, or what it sends them, is dropped; no side is told."""
+
+    async def drop_one_way(cluster: Cluster) -> None:
+        find = partial(ends_at, cluster.port, cluster.pids) if way == "to" else partial(ends_to, cluster.port, [os.getpid()])
+        ends_s = time.monotonic() + lasts_s
+        with deaf(find) as look:
+            while time.monotonic() < ends_s:
+                await asyncio.sleep(0.05)
+                look()
+
+    return drop_one_way
+
+
+def strike_transfers(act: Callable[[KVConnection], None], num_strikes: int) -> Fault:
+    """Makes a fault: something is done to transfers of KV, each time while bytes flow. Where no roles have them, replicas are
+    drained meanwhile, so that running requests move."""
+
+    async def strike_some(cluster: Cluster) -> None:
+        draining = None if "--prefill" in cluster.server.command else asyncio.create_task(drain_for_ever(cluster))
+        over_tls = any("tls" in flag for flag in cluster.server.command)
+        struck = []
+        for _ in range(num_strikes):
+            found = await asyncio.to_thread(strike_transfer, cluster.engine_pids, over_tls, act, TRANSFER_S)
+            if found is not None:
+                struck.append(found)
+                await asyncio.sleep(STRIKE_PAUSE_S)
+        if draining is not None:
+            draining.cancel()
+            await asyncio.wait([draining])
+            await return_all(cluster)
+        console.print(f"  {len(struck)} transfers were struck; bytes that had arrived (Unix: on their way): {struck}")
+        if not struck:
+            raise RuntimeError("no KV flowed in time, so nothing was done to it; ask for longer prompts (--prompt-repeats)")
+
+    return strike_some
+
+
+async def drain_for_ever(cluster: Cluster) -> None:
+    """Drains and returns one replica after the other until it is cancelled."""
+    while True:
+        await drain_each(cluster)
+
+
+async def return_all(cluster: Cluster) -> None:
+    """Returns every replica."""
+    async with httpx.AsyncClient(base_url=cluster.server.url, timeout=60.0) as client:
+        for index in range(int(cluster.server.command[cluster.server.command.index("--replicas") + 1])):
+            await client.post(f"/v1/replicas/{index}/return")
+
+
+def lose_to_asker(found: KVConnection) -> None:
+    """What the source sends is dropped from now on; what the asker sends arrives."""
+    if found.asker_end is not None:
+        deafen(found.asker_end)
+
+
+def lose_to_source(found: KVConnection) -> None:
+    """What the asker sends is dropped from now on, acknowledgements too; what the source sends arrives."""
+    deafen(found.source_end)
 
 
 async def drain_each(cluster: Cluster) -> None:
@@ -194,17 +289,43 @@ async def cut_off_raylet(cluster: Cluster) -> None:
         await asyncio.sleep(10.0)
 
 
-def drop(way: Way, lasts_s: float) -> Fault:
-    """Makes a fault: packets are dropped in one direction only, so that connections stay half open."""
+def drop(way: Way, whose: Whose, lasts_s: float) -> Fault:
+    """Makes a fault: what all others send to a machine is dropped, or what it sends to them, so that connections stay half
+    open."""
 
     async def drop_one_way(cluster: Cluster) -> None:
         ray = cluster.known_ray
-        others = [index for index in range(1, len(ray.raylets)) if index != ray.busiest]
-        source, targets = {"to": (0, [ray.busiest]), "from": (ray.busiest, [0]), "between": (ray.busiest, others)}[way]
-        with ray.drop(source, targets):
+        one = find_machine(cluster, whose)
+        others = [number for number in range(len(ray.raylets)) if number != one]
+        sources, targets = ([one], others) if way == "from" else (others, [one])
+        with ray.drop(sources, targets):
             await asyncio.sleep(lasts_s)
 
     return drop_one_way
+
+
+def drop_between(lasts_s: float) -> Fault:
+    """Makes a fault: what the first replica's machine sends to the last one's is dropped, such as KV; others reach both."""
+
+    async def drop_one_way(cluster: Cluster) -> None:
+        with cluster.known_ray.drop([find_machine(cluster, "first")], [find_machine(cluster, "last")]):
+            await asyncio.sleep(lasts_s)
+
+    return drop_one_way
+
+
+def find_machine(cluster: Cluster, whose: Whose) -> int:
+    """Returns the number of a raylet: of the first or last replica, of the head, or that beside the front."""
+    ray, num_replicas = cluster.known_ray, replicas_up(cluster.server)
+    match whose:
+        case "first":
+            return ray.raylet_of(0)
+        case "last":
+            return ray.raylet_of(num_replicas - 1)
+        case "head":
+            return 0
+        case "front":
+            return ray.front
 
 
 async def fill_disk(cluster: Cluster) -> None:
@@ -252,29 +373,48 @@ def kill_below(server: ServeProcess, part: bytes) -> None:
     os.kill(pid, signal.SIGKILL)
 
 
+LOST_S: Final = (3.0, 15.0)
+"""For how long packets are dropped: less and more than what a link waits for an acknowledgement."""
+STARVED: Final[dict[str, Fault]] = {
+    "a tenth of a CPU, first": starve(lambda cluster: cluster.engine_pids()[:1]),
+    "a tenth of a CPU, last": starve(lambda cluster: cluster.engine_pids()[-1:]),
+    "a tenth of a CPU, front": starve(lambda cluster: [cluster.server.process.pid]),
+}
+FRONT_FAULTS: Final[dict[str, Fault]] = {
+    f"{way} front {lasts_s:.0f} s": fail_front(way, lasts_s) for way in get_args(Way) for lasts_s in LOST_S
+}
+TRANSFER_FAULTS: Final[dict[str, Fault]] = {
+    "KV flows, kill -9 of its source": strike_transfers(lambda found: os.kill(found.source, signal.SIGKILL), 2),
+    "KV flows, kill -9 of its target": strike_transfers(lambda found: os.kill(found.asker, signal.SIGKILL), 2),
+    "KV flows, SIGSTOP of its source": strike_transfers(lambda found: os.kill(found.source, signal.SIGSTOP), 1),
+    "KV flows, SIGSTOP of its target": strike_transfers(lambda found: os.kill(found.asker, signal.SIGSTOP), 1),
+    "KV flows, its connection is cut": strike_transfers(KVConnection.cut, 6),
+}
+TLS_FAULTS: Final[dict[str, Fault]] = {
+    "KV flows, what its source sends is dropped": strike_transfers(lose_to_asker, 4),
+    "KV flows, what its target sends is dropped": strike_transfers(lose_to_source, 4),
+}
 FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
-    "a tenth of a CPU": starve_one, "drain each": drain_each, "cut transfers": cut_transfers,
+    "drain each": drain_each, **STARVED, **FRONT_FAULTS,
 }  # fmt: skip
 RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 actor": kill_actor,
-    "SIGSTOP one": stop_one, "SIGSTOP actor": stop_actor, "drain each": drain_each, "cut transfers": cut_transfers,
+    "SIGSTOP one": stop_one, "SIGSTOP actor": stop_actor, "drain each": drain_each, **STARVED,
     "kill -9 raylet": kill_raylet, "kill -9 driver": kill_driver, "kill -9 head": kill_head, "replace head": replace_head,
     "cut off raylet": cut_off_raylet,
 }  # fmt: skip
-LOST_S: Final = (3.0, 15.0)
-"""For how long packets are dropped: less and more than what a link waits for an acknowledgement."""
 NETWORK_FAULTS: Final[dict[str, Fault]] = {
-    f"{way} raylet{'s' if way == 'between' else ''} {lasts_s:.0f} s": drop(way, lasts_s)
-    for way, lasts_s in itertools.product(WAYS, LOST_S)
-}
+    f"{way} {whose}'s machine {lasts_s:.0f} s": drop(way, whose, lasts_s)
+    for whose, way, lasts_s in itertools.product(get_args(Whose), get_args(Way), LOST_S)
+} | {f"first's to last's machine {lasts_s:.0f} s": drop_between(lasts_s) for lasts_s in LOST_S}
 DISK_FAULTS: Final[dict[str, Fault]] = {"none": nothing, "disk full": fill_disk, "kill -9 first": kill_first}
 OWN_RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 driver": kill_driver,
     "kill -9 own head": kill_own_head, "kill -9 own raylet": kill_own_raylet,
 }  # fmt: skip
-ALL_FAULTS: Final = FAULTS | RAY_FAULTS | NETWORK_FAULTS | OWN_RAY_FAULTS | DISK_FAULTS
-ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "replace head", "cut off raylet", *NETWORK_FAULTS)
+ALL_FAULTS: Final = FAULTS | TRANSFER_FAULTS | TLS_FAULTS | RAY_FAULTS | NETWORK_FAULTS | OWN_RAY_FAULTS | DISK_FAULTS
+ENDS_RAYLETS: Final = ("kill -9 raylet", "kill -9 head", "replace head", "cut off raylet")
 """Other faults leave a Ray that can be used again."""
 
 
@@ -312,12 +452,14 @@ async def strike(
     num_replicas = replicas_up(server)
     begun_s = time.monotonic()
     struck: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-    loading = asyncio.create_task(load(server.url, bodies, given, answers, struck))
+    over = asyncio.Event()
+    loading = asyncio.create_task(load(server.url, bodies, given, answers, struck, over))
     while len(answers) < len(bodies) // 5:
         await asyncio.sleep(0.02)
     struck.set_result(time.monotonic())
     watching = asyncio.create_task(watch_replicas(server, num_replicas, loading))
     await fault(cluster)
+    over.set()
     await loading
     load_s = time.monotonic() - begun_s
     gone_s, is_whole = await watching
@@ -342,16 +484,24 @@ async def strike(
 
 
 async def load(
-    url: str, bodies: list[dict[str, Any]], given: argparse.Namespace, answers: dict[int, Answer], struck: asyncio.Future[float]
+    url: str,
+    bodies: list[dict[str, Any]],
+    given: argparse.Namespace,
+    answers: dict[int, Answer],
+    struck: asyncio.Future[float],
+    over: asyncio.Event,
 ) -> None:
-    """Streams all answers, several at once, and all of them again until `given.load_s` have passed since the fault."""
+    """Streams all answers, several at once, and all of them again until the fault is over and `given.load_s` have passed since
+    it began."""
     numbers = itertools.count()
 
+    def goes_on() -> bool:
+        return given.load_s > 0 and not (over.is_set() and time.monotonic() - struck.result() > given.load_s)
+
     async def work(client: httpx.AsyncClient) -> None:
-        while (number := next(numbers)) < len(bodies) or (
-            given.load_s and not (struck.done() and time.monotonic() - struck.result() > given.load_s)
-        ):
-            answers[number] = await ask(client, url, bodies[number % len(bodies)])
+        while (number := next(numbers)) < len(bodies) or goes_on():
+            again, which = divmod(number, len(bodies))
+            answers[number] = await ask(client, url, bodies[which] | {"cache_salt": str(again)})  # so that KV moves again
             if given.load_s and _is_refused(answers[number]):
                 await asyncio.sleep(REFUSED_PAUSE_S)
 
@@ -387,7 +537,8 @@ def choose_faults(given: argparse.Namespace, layout: str) -> list[str]:
     if layout in DISK_LAYOUTS:
         return list(DISK_FAULTS)
     if given.on == "local":
-        return list(FAULTS)
+        moves_kv, over_tls = "--kv-transfer" in ALL_LAYOUTS[layout], "tls" in (given.kv or "")
+        return [*FAULTS, *(TRANSFER_FAULTS if moves_kv else ()), *(TLS_FAULTS if moves_kv and over_tls else ())]
     if given.own:
         return list(OWN_RAY_FAULTS)
     return [*RAY_FAULTS, *NETWORK_FAULTS] if given.apart else [name for name in RAY_FAULTS if name != "cut off raylet"]
@@ -436,14 +587,14 @@ async def run(given: argparse.Namespace) -> list[tuple[str, str, Outcome]]:
                     ray = rays.enter_context(local_ray(NUM_RAYLETS, apart=given.apart))
                 where = ("--on", given.on, *(() if ray is None else ("--ray-address", ray.address)))
                 with small_disk(layout) as disk:
-                    words = {"KV": KV[given.on], "disk:DISK,1G": f"disk:{disk},1G"}
+                    words = {"KV": given.kv or KV[given.on], "disk:DISK,1G": f"disk:{disk},1G"}
                     layout_flags = [words.get(flag, flag) for flag in ALL_LAYOUTS[layout]]
                     log = None if disk is None else disk / "log"
                     async with serving(*flags, *layout_flags, *where, log=log) as (server, _):
                         outcome = await strike(Cluster(server, ray, disk), bodies, expected, ALL_FAULTS[name], given)
                         if given.log:
                             Path(given.log).write_text(server.printed)
-                if name in ENDS_RAYLETS:
+                if name in ENDS_RAYLETS or not outcome.is_whole:
                     rays.close()
                     ray = None
                 console.print(f"{layout}; {name}: {outcome}")
@@ -478,6 +629,7 @@ def main() -> int:
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--on", default="local", choices=list(KV))
     parser.add_argument("--apart", action="store_true", help="with --on ray: a network namespace for each raylet")
+    parser.add_argument("--kv", help="how KV passes (shm; on Ray shm,tls), such as unix or tls://127.0.0.1:0")
     parser.add_argument("--layouts", nargs="*", choices=list(ALL_LAYOUTS), metavar="LAYOUT")
     parser.add_argument("--faults", nargs="*", choices=list(ALL_FAULTS), metavar="FAULT")
     parser.add_argument("--own", action="store_true", help="with --on ray: the server starts a Ray of its own")

@@ -1,7 +1,8 @@
-"""One scenario runs in virtual time and on engine processes, keeps every promise in both, and shows it if one is broken."""
+"""One scenario keeps every promise in virtual time, on engine processes and on Ray, and shows it if one is broken."""
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 from collections.abc import Iterator
 
@@ -11,7 +12,7 @@ import pytest
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.engine.in_flight import InFlightRequest
-from cloister.launch.scenario import find_impossible, run_on_processes, without_impossible
+from cloister.launch.scenario import Body, find_impossible, run_on_processes, without_impossible
 from cloister.types.errors import ConfigError
 from cloister.types.events import Submit
 from tests.serving import MODEL
@@ -45,6 +46,21 @@ SCENARIO = Scenario(
 )
 
 
+on_processes = pytest.mark.parametrize(
+    "on",
+    [
+        "local",
+        pytest.param(
+            "ray",
+            marks=[
+                pytest.mark.slow,  # Ray takes some ten seconds to start
+                pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs the extra ray"),
+            ],
+        ),
+    ],
+)
+
+
 @pytest.fixture(autouse=True)
 def no_log() -> Iterator[None]:
     """The engines' deaths are the purpose, and no news."""
@@ -53,23 +69,25 @@ def no_log() -> Iterator[None]:
     logging.disable(logging.NOTSET)
 
 
-def test_a_scenario_keeps_every_promise_in_virtual_time_and_on_processes() -> None:
-    virtual, real = fuzz.replay(SCENARIO), run_on_processes(SCENARIO, "local", MODEL)
+@on_processes
+def test_a_scenario_keeps_every_promise_in_virtual_time_and_on_processes(on: Body) -> None:
+    virtual, real = fuzz.replay(SCENARIO), run_on_processes(SCENARIO, on, MODEL)
     assert virtual.violations == real.violations == ()
     assert virtual.faults == real.faults
     assert virtual.num_requests == real.num_requests == len(JOBS)
 
 
-def test_both_find_a_bug(monkeypatch: pytest.MonkeyPatch) -> None:
+@on_processes
+def test_both_find_a_bug(on: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     def start_over(found: InFlightRequest, now: float) -> Submit:
         return Submit(found.request, found.seed)
 
     killer = msgspec.structs.replace(JOBS[0], kills_after=6, ignores_eos=True)  # its engine dies with half of its answer given
     crash = msgspec.structs.replace(SCENARIO, moves_kv=0.0, jobs=(killer, JOBS[1]), faults=(), operations=())
-    assert fuzz.replay(crash).violations == run_on_processes(crash, "local", MODEL).violations == ()
+    assert fuzz.replay(crash).violations == run_on_processes(crash, on, MODEL).violations == ()
     monkeypatch.setattr(InFlightRequest, "submission", start_over)
     assert fuzz.replay(crash).violations
-    assert run_on_processes(crash, "local", MODEL).violations
+    assert run_on_processes(crash, on, MODEL).violations
 
 
 def test_what_only_virtual_time_can_do_is_refused_by_name_or_left_out() -> None:
