@@ -34,6 +34,8 @@ from cloister.types.config import EngineConfig
 SPEED: Final = "BENCHMARK_KV_TIER_SPEED"
 """Bytes a second that reads of the engine process may take; unset, no limit."""
 PATIENCE_S: Final = 60.0
+LATE_S: Final = 0.0005
+"""By so much a sleep of the slow disk may have been too long."""
 
 
 def build_choosing(config: EngineConfig) -> EngineCore:
@@ -61,12 +63,15 @@ def build_one_sided(config: EngineConfig) -> EngineCore:
 
 def _slow_down(bytes_s: float) -> None:
     kv_tier_files.DISK_ENGINES = ("pread", "direct")  # type: ignore[attr-defined]  # those that call what is slowed down
-    preadv, lock = os.preadv, threading.Lock()
+    preadv, lock, free_s = os.preadv, threading.Lock(), 0.0
 
     def read_slowly(fd: int, buffers: Any, place: int) -> int:
+        nonlocal free_s
         with lock:
             num_bytes = preadv(fd, buffers, place)
-            time.sleep(num_bytes / bytes_s)
+            # a sleep ends late: the next one, if it follows at once, is shorter by that
+            free_s = max(free_s, time.perf_counter() - LATE_S) + num_bytes / bytes_s
+            time.sleep(max(0.0, free_s - time.perf_counter()))
         return num_bytes
 
     kv_tier_reads.os.preadv = read_slowly  # type: ignore[attr-defined]

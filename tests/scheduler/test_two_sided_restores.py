@@ -98,10 +98,12 @@ def test_a_load_that_is_slower_than_it_was_is_left_where_computing_comes_first_a
 @settings(max_examples=examples(60), deadline=None)
 @given(data=st.data(), num_below=st.sampled_from([0, 0, 60]))
 def test_whatever_the_tier_does_answers_and_blocks_are_right(data, num_below):
-    engine = SlowTier(num_below=num_below, num_slots=95 if num_below else 500)
+    engine = SlowTier(num_below=num_below, num_slots=52 if num_below else 500)
     engine.begin()
     for number in range(200):
-        what = data.draw(st.sampled_from(["nothing", "damage", "others", "pressure", "preempt", "late", "fail", "cancel", "end"]))
+        what = data.draw(
+            st.sampled_from(["nothing", "damage", "others", "pressure", "preempt", "late", "fail", "cancel", "end"])
+        )
         engine.per_step = data.draw(st.integers(0, 4))
         if what == "damage":
             engine.tier.damage()
@@ -294,7 +296,9 @@ def test_layers_that_cannot_leave_out_a_block_are_restored_from_one_side(windows
 
 
 @pytest.mark.parametrize(
-    "options", [{"sampling": SamplingParams(beams=BeamSearch(width=2), max_tokens=4)}, {"prefill_only": True}], ids=["beams", "prefill"]
+    "options",
+    [{"sampling": SamplingParams(beams=BeamSearch(width=2), max_tokens=4)}, {"prefill_only": True}],
+    ids=["beams", "prefill"],
 )
 def test_requests_of_other_kinds_are_restored_from_one_side(options):
     engine = SlowTier(per_step=100)
@@ -359,7 +363,7 @@ def test_no_scope_gets_the_end_of_anothers_prefix():
 
 
 def test_the_speed_of_each_tier_counts():
-    engine = SlowTier(num_slots=80, num_below=200)
+    engine = SlowTier(num_slots=52, num_below=200)
     first, second = engine.tier.tiers.indexes
     assert isinstance(first, KVTierIndex)
     first._byte_s, second._byte_s = LOAD_S / 4000, LOAD_S / 1000

@@ -172,7 +172,8 @@ class KVRestores:
         blocks = [(block.tier, sizes[block.group]) for entry in read.entries for block in entry.blocks if block is not None]
         byte_s = [index.predict_s(1) for index in self.tiers.indexes]
         restore = TwoSidedRestore(read.entries[0].entry, blocks, byte_s, read.owner)
-        taken_s = restore.predict_s(self._predict_s) + self._cost.predict(StepSize())  # another step
+        step_s = self._cost.predict(StepSize())  # another one than loading or computing alone would need
+        taken_s = restore.predict_s(self._predict_s) + step_s + self._loads.predict_overhead_s()
         return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MOST_OF_ALONE * alone_s else None
 
     def _predict_s(self, start: int, end: int) -> float:
