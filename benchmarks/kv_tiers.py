@@ -160,7 +160,7 @@ async def converse(
             if turn:
                 for kind, first_s in taken.items():
                     times[kind].append(first_s)
-            answer = engines["none"].tokens[name]
+            answer = next(iter(engines.values())).tokens[name]
             history += [*answer, *(draw.randrange(10, vocab_size) for _ in range(TURN_TOKENS))]
     return times, len(histories[0])
 

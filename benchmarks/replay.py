@@ -135,12 +135,11 @@ class VirtualTier:
         self.index.ended_roots.clear()
         restores, loads = self._scheduler.kv_restores, self._scheduler.kv_loads
         assert restores is not None
-        for read in restores.reads:
-            self._free_s = max(self._free_s, now) + read.num_bytes * self._byte_s
-            self._reads.append((self._free_s, read))
-        restores.reads = []
         self._reads = [(end_s, read) for end_s, read in self._reads if read.request_id not in loads.cancelled_reads]
         loads.cancelled_reads.clear()
+        for read in restores.take_reads():
+            self._free_s = max(self._free_s, now) + read.num_bytes * self._byte_s
+            self._reads.append((self._free_s, read))
         self.index.earn(1.0)  # what storing costs is not modelled
 
     def _objects(self, read: TierRead) -> list[KVObject]:

@@ -25,6 +25,7 @@ class CheckedRunner:
     Sampled tokens are a hash of the whole history, so that equal histories continue equally.
 
     Args:
+        step_s, token_s: what a step is said to take, and each token in it.
         windows: for each group of layers, how many positions a query sees; None: all of them; `STATE` where it has a state.
     """
 
@@ -34,12 +35,13 @@ class CheckedRunner:
         block_size: int,
         vocab_size: int = 50,
         step_s: float = 0.01,
+        token_s: float = 0.0,
         windows: Sequence[int | Literal["state"] | None] = (None,),
     ) -> None:
         self.block_size = block_size
         self.windows = windows
         self.vocab_size = vocab_size
-        self.step_s = step_s
+        self.step_s, self.token_s = step_s, token_s
         self.slots: list[list[tuple[int, int] | None]] = [[EMPTY] * block_size for _ in range(num_blocks)]
         self.states: list[tuple[int, ...]] = [()] * num_blocks
         self.tokens: dict[int, list[int]] = {}
@@ -74,7 +76,7 @@ class CheckedRunner:
             self.states[target] = self.states[source]
         samples = [sample for part in plan.sequences for sample in self._compute(part, plan)]
         self._check_private(plan)
-        return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s)
+        return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s + self.token_s * plan.num_tokens)
 
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         return [pickle.dumps((self.slots[block], self.states[block])) for block in block_ids]

@@ -24,6 +24,7 @@ class MemoryTier:
         index: of the first tier.
         reads: those that have not ended.
         transfer_s: what a read is said to have taken.
+        byte_s: seconds for a byte that the engine is told of reads whose front is computed; None: nothing.
         contents: (group, slot) -> (number of its write, contents), in the first tier.
         below: the same in the second one.
     """
@@ -51,6 +52,7 @@ class MemoryTier:
         self.cancelled: set[str] = set()
         self.num_loaded = 0
         self.transfer_s: float | None = None
+        self.byte_s: float | None = None
         scheduler.use_tiers(self.tiers)
 
     def dispatch(self) -> None:
@@ -61,12 +63,10 @@ class MemoryTier:
         for source, stored in copies:
             self.unwritten.append((stored, self.runner.export_blocks([source])[0] if isinstance(source, int) else source))
         self.tiers.take_ended_roots()
-        restores = self.scheduler.kv_restores
-        self.reads += restores.reads
-        restores.reads = []
         loads = self.scheduler.kv_loads
         self.reads = [read for read in self.reads if read.request_id not in loads.cancelled_reads]
         loads.cancelled_reads.clear()
+        self.reads += self.scheduler.kv_restores.take_reads()
 
     def write(self, num_blocks: int, *, is_written: bool = True) -> None:
         """Writes the oldest blocks."""
@@ -99,6 +99,9 @@ class MemoryTier:
             header = KVHeader(b"", read.root, entry.key, entry.entry, tuple(map(len, contents)))
             loads.arrive(read.request_id, [KVObject(header, tuple(contents), b"")])
             self.num_loaded += 1
+            if read.restore is not None and self.byte_s is not None:
+                num_bytes = BLOCK_BYTES * (len(read.keys) - entry.entry)
+                read.restore.note([(num_bytes, num_bytes * self.byte_s)])
         if not read.entries:
             self._end(read, now, is_complete=True)
 

@@ -20,7 +20,7 @@ from cloister.types.request import PoolingParams, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import Stop
 from tests.checked_runner import EMPTY, STATE, CheckedRunner
-from tests.memory_tier import MemoryTier
+from tests.memory_tier import BLOCK_BYTES, MemoryTier
 from tests.thinning import examples
 from tests.tree_history import Erratic
 
@@ -73,6 +73,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts=st.sampled_from([0, 1, 7]),
         num_slots=st.sampled_from([0, 0, 2, 30]),
         num_below=st.sampled_from([0, 4, 20]),
+        tier_block_s=st.sampled_from([0.0, 0.03, 0.1]),
         admission=st.sampled_from(TIER_ADMISSIONS.names()),
         num_layers=st.sampled_from([0, 3, 12]),
         windows=st.sampled_from(
@@ -92,6 +93,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         most_drafts,
         num_slots,
         num_below,
+        tier_block_s,
         admission,
         num_layers,
         windows,
@@ -113,10 +115,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.windows = windows
         self.requests, self.tokens, self.sent, self.exports, self.loading = {}, {}, {}, {}, Counter()
         self.followed = []
-        self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, windows=windows)
+        token_s = 0.02 if tier_block_s else 0.0
+        self.runner = CheckedRunner(self.pool.num_total, block_size, vocab_size=3, token_s=token_s, windows=windows)
         make = partial(TIER_ADMISSIONS.get(admission), salt=b"salt")
         has_tier = num_slots and prefix_cache
         self.tier = MemoryTier(self.scheduler, self.runner, num_slots, num_below, make) if has_tier else None
+        if self.tier is not None and tier_block_s:
+            self.tier.tiers.indexes[-1].learn(BLOCK_BYTES, tier_block_s)
         self.now = 0.0
         self.flights = []
         self.count = 0

@@ -154,6 +154,8 @@ class EngineTiers:
             return
         for arrival in self.worker.take_read():
             self._loads.arrive(arrival.read.request_id, arrival.objects)
+            if arrival.read.restore is not None:
+                arrival.read.restore.note(arrival.measured)
             if arrival.unreadable is not None:
                 self.tiers.lose(arrival.unreadable)
             if arrival.is_complete is not None:
@@ -168,7 +170,7 @@ class EngineTiers:
                 index.learn(num_bytes, elapsed_s)
         if arrival.read.request_id == TRIAL:
             self._restores.is_trying = False
-        elif arrival.num_bytes:
+        elif arrival.num_bytes and arrival.read.restore is None:  # else it is known when both sides have met
             self.tiers.earn(max(0.0, arrival.saved_s), arrival.read.owner)
         read_s = sum(elapsed_s for _, elapsed_s in arrival.measured)
         self._loads.finish(arrival.read.request_id, now, is_complete=is_complete, transfer_s=read_s)
@@ -183,17 +185,15 @@ class EngineTiers:
             worker.forget(root)
         for index in reversed(self.tiers.indexes):
             self._copy(index)
-        if self._restores.reads:
-            reads, self._restores.reads = self._restores.reads, []
-            for read in reads:
-                worker.read(read)
-        self._dispatched_s = time.process_time()
-        if self._loads.cancelled_reads:
+        if self._loads.cancelled_reads:  # before others begin, perhaps for the same request
             cancelled, self._loads.cancelled_reads = self._loads.cancelled_reads, []
             for request_id in cancelled:
                 if (late := worker.cancel(request_id)) is not None:
                     tier, num_bytes, elapsed_s = late
                     self.tiers.indexes[tier].learn(num_bytes, elapsed_s)
+        for read in self._restores.take_reads():
+            worker.read(read)
+        self._dispatched_s = time.process_time()
 
     def _copy(self, index: KVTierIndex) -> None:
         """Has the copies to one tier, and from it to the one below, made."""

@@ -17,8 +17,9 @@ from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
 from cloister.kv.objects import KVHeader, RestoredEntry
+from cloister.kv.two_sided import TwoSidedRestore
 from cloister.scheduler.planned_step import PlannedStep
-from cloister.scheduler.request_table import RequestTable, kept_root
+from cloister.scheduler.request_table import RequestTable, kept_root, table_of
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 from cloister.types.events import KVLoaded
 from cloister.types.request import Request
@@ -59,6 +60,8 @@ class KVLoad:
         num_promised: blocks of each group that it still needs, if it comes from a tier or follows a prompt.
         follows: it follows a prompt that another engine is computing.
         is_copy: it brings a copy of a prefix, for a lease.
+        restore: set if a running sequence computes the front meanwhile: entries then come from the last one on, and are offered
+            to the prefix cache by that sequence, once it has taken them.
         awaited_s: since when its request waits for it, if it follows a prompt.
     """
 
@@ -79,6 +82,7 @@ class KVLoad:
         "num_promised",
         "owner",
         "request",
+        "restore",
         "root",
         "started_s",
         "state",
@@ -103,11 +107,17 @@ class KVLoad:
         self.num_promised: list[int] = []
         self.follows = self.is_copy = False
         self.awaited_s: float | None = None
+        self.restore: TwoSidedRestore | None = None
 
     def asks_for(self, header: KVHeader) -> bool:
         """Whether an object is of this load: of its chain, under the key of its entry."""
         entry = header.entry
         return header.root == self.root and 0 <= entry < len(self.keys) and header.key == self.keys[entry]
+
+    @property
+    def waits_for_steps(self) -> bool:
+        """Whether nothing more comes from the tier. Waiting for steps takes no longer than computing would."""
+        return bool(self.tier) and (bool(self.is_complete) or (self.restore is not None and self.is_complete is not None))
 
     @property
     def elapsed_from_s(self) -> float | None:
@@ -141,7 +151,7 @@ class KVLoads:
         self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
         self.loading: dict[str, KVLoad] = {}
         self._held: dict[str, KVLoad] = {}  # ended; its request waits for a slot
-        requests.on_end = self._forget
+        requests.on_end, requests.on_preempt = self._forget, self._leave
 
     def __len__(self) -> int:
         """Loads that have not ended."""
@@ -159,7 +169,7 @@ class KVLoads:
     @property
     def next_deadline_s(self) -> float | None:
         """When the next load ends whatever has arrived."""
-        return min((load.deadline_s for load in self.loading.values() if not (load.tier and load.is_complete)), default=None)
+        return min((load.deadline_s for load in self.loading.values() if not load.waits_for_steps), default=None)
 
     @property
     def is_restoring(self) -> bool:
@@ -198,6 +208,49 @@ class KVLoads:
         load.is_alone = not self._requests.running
         load.tier, load.num_promised, load.deadline_s = tier, num_promised, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
         self._begin(load, now)
+
+    def restore_beside(
+        self,
+        sequence: SequenceRecord,
+        keys: Sequence[bytes],
+        restore: TwoSidedRestore,
+        tier: str,
+        timeout_s: float,
+        now: float,
+    ) -> None:
+        """Begins the load of the end of a prefix whose front a running sequence computes (`scheduler.two_sided_restores`).
+
+        Args:
+            keys: of the whole prefix.
+        """
+        state = sequence.request_state
+        load = KVLoad(state.request, state, keys, state.root, state.owner, now)
+        load.tier, load.restore, load.deadline_s = tier, restore, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
+        load.table = [NO_BLOCK] * len(load.keys)
+        load.next_entry = len(load.keys) - 1
+        self.loading[state.request.request_id] = load
+
+    def find_of(self, sequence: SequenceRecord) -> KVLoad | None:
+        """Returns the load of the end of a running sequence's prefix; None if there is none, or no more."""
+        load = self.loading.get(sequence.request_state.request.request_id) if self.loading else None
+        return None if load is None or load.restore is None else load
+
+    def drop_late(self, load: KVLoad, front: int) -> None:
+        """Forgets what arrived when its sequence had come to it, at entry `front`."""
+        while load.arrived and load.arrived[-1].header.entry < front:
+            load.arrived.pop()
+
+    def count_missing(self, sequence: SequenceRecord) -> int:
+        """Returns the entries that a running sequence must still allocate for its known tokens: not those that wait for it."""
+        num_missing = table_of(sequence).num_missing(len(sequence.token_ids))
+        load = self.find_of(sequence)
+        return num_missing if load is None else num_missing - len(load.table) + load.table.count(NO_BLOCK)
+
+    def end_two_sided(self, load: KVLoad, now: float) -> None:
+        """The sequence has come to what has arrived, and has taken it."""
+        self._drop_rest(load)
+        load.is_complete = bool(load.is_complete)
+        self._end(load, now)
 
     def predict_overhead_s(self) -> float:
         """Returns what a load from a tier is predicted to take besides reading. Where others run it is not counted: the load
@@ -285,8 +338,13 @@ class KVLoads:
     def expire(self, now: float) -> None:
         """Ends the loads whose deadline has passed."""
         for load in [load for load in self.loading.values() if load.deadline_s <= now]:
-            if not (load.tier and load.is_complete):  # what a tier has brought is only waiting for steps, as computing would
+            if load.waits_for_steps:
+                continue
+            if load.restore is None:
                 self._cut(load, now)
+            else:  # what has arrived is used when the sequence comes to it
+                self._stop_transfer(load)
+                load.is_complete = False
 
     def forget(self, roots: Collection[bytes], now: float) -> None:
         """Ends the loads of chains that are dropped; their requests go on without what has not arrived."""
@@ -304,6 +362,9 @@ class KVLoads:
             return True
         load = next((load for load in self.loading.values() if not load.num_in_flight and load.table), None)
         if load is not None:
+            if load.restore is not None:
+                self._cut(load, now)
+                return True
             self._drop_rest(load)
             self._release(load)
             load.is_complete, load.deadline_s = False, now  # it ends before the next step is filled
@@ -330,7 +391,7 @@ class KVLoads:
             load.num_in_flight -= 1
             if load.follows and load.state is None:
                 load.deadline_s = now + FOLLOW_TIMEOUT_S
-            if load.is_open and cache is not None:
+            if load.is_open and cache is not None and load.restore is None:
                 scope = load.request.scope
                 root, expires = kept_root(scope, load.root), scope.lifetime_s is not None and not load.is_copy
                 keys = load.keys[: entry + 1]
@@ -370,9 +431,7 @@ class KVLoads:
 
     def _has_room(self, promised: Sequence[int]) -> bool:
         """Whether there are so many blocks of each group besides what running sequences and other loads need."""
-        tables = [sequence.table for sequence in self._requests.running.values()]
-        lengths = [len(sequence.token_ids) for sequence in self._requests.running.values()]
-        missing = [0 if table is None else table.num_missing(length) for table, length in zip(tables, lengths, strict=True)]
+        missing = [0 if s.table is None else self.count_missing(s) for s in self._requests.running.values()]
         needed = [sum(counts) for counts in zip(promised, self.count_promised(), strict=True)]
         return self._pool.has_room(missing, len(missing), needed)
 
@@ -403,6 +462,10 @@ class KVLoads:
     def _follows(self, load: KVLoad, found: KVObject | RestoredEntry) -> bool:
         """Whether an object is the next of its load. Layers that see all positions need every entry."""
         entry = found.header.entry
+        if load.restore is not None:
+            is_next = entry == load.next_entry
+            load.next_entry -= is_next
+            return is_next
         if self._full is not None and not found.contents[self._full]:
             return entry < load.num_known
         is_next = entry == load.next_entry if self._full is not None else entry >= load.next_entry
@@ -433,7 +496,7 @@ class KVLoads:
         (self.cancelled_reads if load.tier else self.cancelled).append(load.request.request_id)
 
     def _end_if_done(self, load: KVLoad, now: float) -> None:
-        if load.is_complete is not None and not load.arrived and not load.num_in_flight:
+        if load.restore is None and load.is_complete is not None and not load.arrived and not load.num_in_flight:
             self._end(load, now)
 
     def _end(self, load: KVLoad, now: float) -> None:
@@ -455,7 +518,9 @@ class KVLoads:
                 tier=load.tier,
             )
         )
-        if load.state is None:
+        if load.restore is not None:
+            self._release(load)
+        elif load.state is None:
             if load.is_copy:
                 self.on_copied(load, now)
             elif table.leases is not None:
@@ -477,6 +542,11 @@ class KVLoads:
                 self._drop_rest(load)
                 load.is_open = False
             self._release(load)
+
+    def _leave(self, sequence: SequenceRecord, now: float) -> None:
+        """Ends the load of the end of a prefix whose front is given up: what came later has nothing to follow."""
+        if (load := self.find_of(sequence)) is not None:
+            self._cut(load, now)
 
     def _release(self, load: KVLoad) -> None:
         """Gives back the blocks of a load that has ended, once no plan writes them."""

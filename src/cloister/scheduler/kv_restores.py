@@ -2,20 +2,24 @@
 
 When a sequence is next, the tiers are asked whether they have more of its prefix than the device. If loading that, or what only
 the faster ones have of it, is predicted to take less time than computing it, the sequence leaves the queue until it is loaded
-(`scheduler.kv_loads`), and others go on.
+(`scheduler.kv_loads`), and others go on. Where nobody else has work, and it takes less time still, the sequence starts and
+computes the front while the end is loaded (`scheduler.two_sided_restores`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from cloister.kv import NO_BLOCK, PrefixCache
 from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers, TierBlock
+from cloister.kv.two_sided import MOST_OF_ALONE, NUM_PARTS, TwoSidedRestore
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
+from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord
+from cloister.scheduler.two_sided_restores import TwoSidedRestores
 
 TRIAL: Final = ""
 """Stands for the id of a request in a read that only measures; there is one at a time."""
@@ -43,9 +47,10 @@ class TierRead:
     Attributes:
         request_id: the request that waits for it; `TRIAL` if nobody does.
         keys: prefix keys up to where its hit can end then.
-        entries: those that the device lacks something of.
+        entries: those that the device lacks something of, in the order in which they are read.
         tier_bytes: what is read from each tier.
         compute_s: what computing them is predicted to take.
+        restore: set if the front is computed meanwhile; the last entry is then read first.
     """
 
     request_id: str
@@ -54,6 +59,12 @@ class TierRead:
     entries: list[TierEntry]
     tier_bytes: list[int]
     compute_s: float
+    restore: TwoSidedRestore | None = None
+
+    @property
+    def most_part_bytes(self) -> int | None:
+        """What is read at once at most; None: whatever is fastest."""
+        return None if self.restore is None else self.num_bytes // NUM_PARTS
 
     @property
     def num_bytes(self) -> int:
@@ -87,18 +98,26 @@ class KVRestores:
 
     Attributes:
         tiers: what they hold.
-        reads: those that the engine must begin, since it last took them.
+        reads: those that have not begun (`take_reads`).
         is_trying: a trial has not ended; the engine says when.
+        two_sided: performs those restores whose front is computed.
     """
 
     def __init__(
-        self, tiers: KVTiers, cache: PrefixCache, loads: KVLoads, cost: StepCost, block_size: int, most_entries: int | None
+        self,
+        tiers: KVTiers,
+        requests: RequestTable,
+        cache: PrefixCache,
+        loads: KVLoads,
+        cost: StepCost,
+        most_entries: int | None,
     ) -> None:
         self.tiers = tiers
         self.reads: list[TierRead] = []
         self.is_trying = False
         self._cache, self._loads, self._cost = cache, loads, cost
-        self._block_size, self._most_entries = block_size, most_entries
+        self._block_size, self._most_entries = requests.pool.block_size, most_entries
+        self.two_sided = TwoSidedRestores(tiers, requests, loads, self._predict_s)
 
     def find(self, sequence: SequenceRecord, keys: Sequence[bytes]) -> TierRead | None:
         """Returns what to read for a sequence that is next; None if it shall start with what the device has.
@@ -121,6 +140,10 @@ class KVRestores:
         ]
         best_s = min(taken_s)
         best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
+        if self.two_sided.fits(sequence):
+            both = self._turn_round(reads[-1], min(best_s, reads[-1].compute_s))
+            if both is not None:
+                return both
         if best is not reads[-1]:
             self._decline(reads[-1])
         if best is None:
@@ -142,6 +165,17 @@ class KVRestores:
                 num_before = num_entries
         return reads
 
+    def _turn_round(self, read: TierRead, alone_s: float) -> TierRead | None:
+        """Returns a read of the same entries from the last one on, while the first ones are computed; None if that is not
+        clearly faster than the better of loading and computing alone, which takes `alone_s`."""
+        sizes = self.tiers.indexes[0].layout.block_bytes
+        blocks = [(block.tier, sizes[block.group]) for entry in read.entries for block in entry.blocks if block is not None]
+        byte_s = [index.predict_s(1) for index in self.tiers.indexes]
+        restore = TwoSidedRestore(read.entries[0].entry, blocks, byte_s, read.owner)
+        step_s = self._cost.predict(StepSize())  # another one than loading or computing alone would need
+        taken_s = restore.predict_s(self._predict_s) + step_s + self._loads.predict_overhead_s()
+        return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MOST_OF_ALONE * alone_s else None
+
     def _predict_s(self, start: int, end: int) -> float:
         """Returns how long computing these entries is predicted to take."""
         if start == end:
@@ -149,13 +183,22 @@ class KVRestores:
         return self._cost.predict(StepSize().plus(start * self._block_size, (end - start) * self._block_size))
 
     def begin(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
-        """Begins a read for a sequence that is not queued any more."""
+        """Begins a read for a sequence that is not queued any more: it waits, or computes the front."""
         sequence.may_restore = False
         found = [block for part in read.entries for block in part.blocks if block is not None]
-        self.tiers.touch(reversed(found))  # so that the end of a prefix goes before its beginning
-        num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
-        self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
+        # so that the end of a prefix goes before its beginning
+        self.tiers.touch(found if read.restore is not None else reversed(found))
+        if read.restore is not None:
+            self._loads.restore_beside(sequence, read.keys, read.restore, self._name(read), 2 * read.timeout_s, now)
+        else:
+            num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
+            self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
+
+    def take_reads(self) -> list[TierRead]:
+        """Removes and returns the reads that must begin: the last one for each request, if its load has not ended again."""
+        reads, self.reads = {read.request_id: read for read in self.reads}, []
+        return [read for name, read in reads.items() if name == TRIAL or self._loads.is_loading(name)]
 
     def is_overtaken(self, read: TierRead, num_arrived: int, measured: Sequence[tuple[int, float]]) -> bool:
         """Whether computing what has not arrived would now take less time than waiting for it.
@@ -167,7 +210,7 @@ class KVRestores:
             num_arrived: its leading entries that have arrived.
             measured: (bytes, seconds) of each tier so far.
         """
-        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL:
+        if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL or read.restore is not None:
             return False
         if num_arrived in (0, len(read.entries)):
             return False

@@ -41,6 +41,7 @@ class RequestTable:
         events: events that were not collected yet.
         leases: blocks that stay cached for other engines; None without a prefix cache.
         on_end: called when the last sequence of a request leaves.
+        on_preempt: called when a sequence is preempted, before its blocks are released.
         answers: complete answers of beam searches that were not collected yet, as new sequences.
     """
 
@@ -51,6 +52,7 @@ class RequestTable:
         self.prefix_cache = PrefixCache(pool, keys.public, quotas) if keys is not None else None
         self.leases = Leases(pool, self.prefix_cache) if self.prefix_cache is not None else None
         self.on_end: Callable[[RequestState], None] = lambda state: None
+        self.on_preempt: Callable[[SequenceRecord, float], None] = lambda sequence, now: None
         self.request_states: dict[str, RequestState] = {}
         self.waiting_for_grammar: dict[str, RequestState] = {}
         self.sequences: dict[int, SequenceRecord] = {}
@@ -192,6 +194,7 @@ class RequestTable:
         names it."""
         self.leave(sequence, Status.PREEMPTING)
         self.events.append(Preempted(sequence.request_state.request.request_id, now))
+        self.on_preempt(sequence, now)
         self.release_blocks(sequence)
 
     def release_blocks(self, sequence: SequenceRecord | None) -> None:

@@ -189,9 +189,7 @@ class Scheduler:
         assert self.prefix_cache is not None
         self.prefix_cache.tiers = tiers
         tiers.use_time(self._time)
-        self.kv_restores = KVRestores(
-            tiers, self.prefix_cache, self.kv_loads, self.cost, self.pool.block_size, self._most_shared
-        )
+        self.kv_restores = KVRestores(tiers, self._requests, self.prefix_cache, self.kv_loads, self.cost, self._most_shared)
 
     # State
 
@@ -538,6 +536,8 @@ class Scheduler:
         if sequence.request_state.request.documents is not None:
             self._skip_known_documents(sequence)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
+        if self.kv_restores is not None and self.kv_loads.loading:
+            num_most = self.kv_restores.two_sided.limit(sequence, num_most, step.now)
         has_images = bool(sequence.request_state.request.images)
         if sequence.request_state.prefill_only and self.pool.state_group is None and not has_images:
             num_most = cut_prompt(sequence.num_planned, num_most, self.pool.block_size)
@@ -592,12 +592,14 @@ class Scheduler:
                 if self._policy.pass_over(sequence):
                     continue
                 return
-            if read is not None:
+            if read is not None and read.restore is None:
                 self._restore(sequence, read, step.now)
                 continue
             if layerwise is not None:
                 layerwise.begin(sequence, len(hits))
             self._start(step, sequence, num_hit)
+            if read is not None and self.kv_restores is not None:
+                self.kv_restores.begin(sequence, read, step.now)
             self._extend_chunk(step, sequence)
 
     def _restore(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
@@ -628,7 +630,7 @@ class Scheduler:
         if self.kv_loads.loading:
             needed = [sum(counts) for counts in zip(own, self.kv_loads.count_promised(), strict=True)]
         while self._requests.running:
-            missing = [table_of(s).num_missing(len(s.token_ids)) for s in self._requests.running.values()]
+            missing = [self.kv_loads.count_missing(s) for s in self._requests.running.values()]
             headroom = len(missing)  # one entry each, so that admission does not cause a preemption one step later
             promised = [sum(counts) for counts in zip(needed, self._searches.count_promised(), strict=True)]
             if self.pool.has_room(missing, headroom, promised):
@@ -654,7 +656,7 @@ class Scheduler:
         for block in {block for s in leaving for block in table_of(s).blocks if block != NO_BLOCK}:
             freed[self.pool.group_of(block)] += self.pool.references(block) == 1
         needed = [a - b for a, b in zip(self._count_needed(sequence, BlockTable(self.pool)), freed, strict=True)]
-        missing = [table_of(s).num_missing(len(s.token_ids)) for s in staying]
+        missing = [self.kv_loads.count_missing(s) for s in staying]
         promised = [sum(counts) for counts in zip(needed, self._searches.count_promised(), strict=True)]
         return self.pool.has_room(missing, len(missing), promised)
 

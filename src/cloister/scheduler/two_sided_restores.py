@@ -1,0 +1,89 @@
+"""Performs restores from both sides (`kv.two_sided`) in the scheduler. Pure: no I/O, no clock; it takes `now`.
+
+The sequence runs, and computes its front in steps that end where the load is expected. When it comes to what has arrived, it
+takes those blocks and goes on behind them. Whatever happens to the load, the sequence can compute the rest.
+"""
+
+from __future__ import annotations
+
+from cloister.kv.tiers import KVTiers
+from cloister.kv.two_sided import ComputeTime, TwoSidedRestore
+from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.request_table import RequestTable, table_of
+from cloister.scheduler.sequence import SequenceRecord
+
+
+class TwoSidedRestores:
+    """All of them in one engine.
+
+    Args:
+        predict_s: time for computing entries, as steps were measured.
+    """
+
+    def __init__(self, tiers: KVTiers, requests: RequestTable, loads: KVLoads, predict_s: ComputeTime) -> None:
+        self._tiers, self._requests, self._loads, self._predict_s = tiers, requests, loads, predict_s
+        groups, self._block_size = requests.pool.groups, requests.pool.block_size
+        self._is_able = len(groups) == 1 and groups[0].window is None and not groups[0].is_state
+
+    def fits(self, sequence: SequenceRecord) -> bool:
+        """Whether the front of a waiting sequence may be computed while its end loads.
+
+        Only where all layers see all positions: else the block of an entry is not all that later ones need of it. And only
+        while nobody else has work, whom computing what could be loaded would delay.
+        """
+        state = sequence.request_state
+        is_plain = state.beams is None and not state.request.images and not state.prefill_only
+        is_alone = not self._requests.running and self._requests.num_waiting <= 1 and not self._loads.loading
+        return self._is_able and is_plain and is_alone
+
+    def limit(self, sequence: SequenceRecord, num_most: int, now: float) -> int:
+        """Returns how many of its next `num_most` positions a running sequence shall compute in one step.
+
+        Takes what has arrived when the sequence comes to it; `num_most` counts from behind that then.
+        """
+        load = self._loads.find_of(sequence)
+        if load is None:
+            return num_most
+        assert load.restore is not None
+        size, position = self._block_size, sequence.num_planned
+        self._loads.drop_late(load, -(-position // size))
+        if position % size:  # a step was cut in the middle of a block
+            return min(num_most, size - position % size)
+        front, back = position // size, load.next_entry + 1
+        if front >= min(back, load.restore.end):
+            if load.arrived or load.num_in_flight or sequence.num_in_flight:
+                return 0  # until steps have put into blocks what arrived
+            return num_most - self._meet(sequence, load, front, now)
+        if load.is_complete is None:
+            others = len(self._requests.running) > 1 or self._requests.num_waiting
+            if others and self._is_load_faster(load.restore, front, back):
+                return 0
+            back = load.restore.find_next(front, back, self._predict_s)
+        return min(num_most, (back - front) * size)
+
+    def _is_load_faster(self, restore: TwoSidedRestore, front: int, back: int) -> bool:
+        """Whether loading what is left takes less time than computing it, so that others need not be delayed."""
+        return restore.predict_load_s(front, back) < self._predict_s(front, back)
+
+    def _meet(self, sequence: SequenceRecord, load: KVLoad, front: int, now: float) -> int:
+        """Has a sequence go on behind what has arrived; returns the number of positions that it need not compute."""
+        restore, table = load.restore, table_of(sequence)
+        assert restore is not None
+        blocks = load.table[front:]
+        num_tokens = len(blocks) * self._block_size
+        self._requests.pool.share(blocks)
+        table.blocks.extend(blocks)
+        sequence.num_planned += num_tokens
+        sequence.num_committed = sequence.num_planned
+        self._requests.keep_blocks(sequence)
+        state = sequence.request_state
+        if state.first_token_s is None:
+            state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
+        if load.is_complete is None:  # else the engine has done so when the read ended
+            for index, (num_bytes, elapsed_s) in zip(self._tiers.indexes, restore.measured, strict=False):
+                if num_bytes:
+                    index.learn(num_bytes, elapsed_s)
+        if blocks:
+            self._tiers.earn(self._predict_s(front, restore.end), restore.owner)
+        self._loads.end_two_sided(load, now)
+        return num_tokens
