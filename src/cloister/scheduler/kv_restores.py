@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from cloister.kv import NO_BLOCK, PrefixCache
 from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers, TierBlock
 from cloister.scheduler.budget import StepCost, StepSize
@@ -23,8 +25,7 @@ MIN_READ_S: Final = 0.05
 """A read has at least this time, and else that of computing what it brings."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierEntry:
+class TierEntry(msgspec.Struct, frozen=True, gc=False):
     """One entry to read.
 
     Attributes:
