@@ -14,7 +14,8 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from itertools import repeat
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -23,6 +24,7 @@ import numpy as np
 import numpy.typing as npt
 
 from benchmarks.harness import Bench, make_parser, make_progress
+from cloister.engine.kv_pool import KVPool
 from cloister.trust.tokens import TokenSpentError, authorization
 from cloister.types.scope import LOCAL_SCOPE
 from tests.attack_lab import Answer, Lab
@@ -52,6 +54,7 @@ def main() -> int:
     parser.add_argument("--num-tier-pairs", type=int, default=600, help="hits and misses of each attack on a KV tier")
     parser.add_argument("--num-floods", type=int, default=150, help="rounds of each eviction probe")
     parser.add_argument("--num-orders", type=int, default=300, help="batches of guesses")
+    parser.add_argument("--tiers", default=",".join(TIERS), help="KV tiers that are attacked, with commas")
     options = parser.parse_args()
     bench = Bench(
         "attacks",
@@ -62,7 +65,7 @@ def main() -> int:
     bench.figures["length"] = LENGTH
     bench.print_rows("What others report", ("attack", "source", "reported"), LITERATURE)
     time_prefixes(bench, options.num_pairs, options.seed)
-    time_tiers(bench, options.num_tier_pairs, options.seed)
+    time_tiers(bench, options.tiers.split(","), options.num_tier_pairs, options.seed)
     probe_evictions(bench, options.num_floods, options.seed)
     order_answers(bench, options.num_orders, options.seed)
     spend_twice(bench)
@@ -118,36 +121,72 @@ def _time_pairs(
     return cpu, wall, found
 
 
+@dataclass(frozen=True)
+class Tier:
+    """Where ann's prompts are when somebody probes.
+
+    Attributes:
+        setting: `kv_tier`, with {} for a directory; None: only the device.
+        part_mb: memory of each of two replicas in a pool; 0: there is one replica.
+        elsewhere: probes are sent to the other replica.
+        profile: that allows it.
+    """
+
+    setting: str | None
+    part_mb: int = 0
+    elsewhere: bool = False
+    profile: str = "team"
+
+
 TIERS = {
-    "none": None,
-    "host": "host:64M",
-    "disk": "disk:{},64M",
-    "both": "host:8M+disk:{},64M",
+    "none": Tier(None),
+    "host": Tier("host:64M"),
+    "disk": Tier("disk:{},64M"),
+    "both": Tier("host:8M+disk:{},64M"),
+    "shared": Tier("shared:64M", 64, elsewhere=True),
+    "peer": Tier("peer:16M", 16, profile="open"),
 }
-"""KV tiers; the device has room for two batches of secrets."""
-PROBERS = (("own", "ann", None, 4), ("another key", "bob", None, 1), ("another salt", "ann", "salt", 1))
+"""The device has room for two batches of secrets, `both` and `peer` for less in memory of their own. `shared`: ann's prompts
+were sent to another replica than the probes; `peer`: most of them lie in memory that the other one lends."""
+PROBERS = (("own", "ann", None, 4), ("another key", "bob", None, 1), ("another salt", "ann", "s", 1))
 """Name, who asks, with which `cache_salt`, and the part of the samples."""
 NUM_SECRETS = 20
 """Prompts that ann sends before somebody probes."""
 
 
-def time_tiers(bench: Bench, num_pairs: int, seed: int) -> None:
+@contextmanager
+def open_labs(tier: Tier) -> Iterator[list[Lab]]:
+    """The replicas of a server with a tier; the first one gets ann's prompts."""
+    with TemporaryDirectory() as directory, ExitStack() as stack:
+        setting = None if tier.setting is None else tier.setting.format(directory)
+        pool = KVPool(tier.part_mb * 2**20, 2) if tier.part_mb else None
+        labs: list[Lab] = []
+        for _ in range(2 if pool else 1):
+            beside = labs[0] if labs else None
+            labs.append(
+                Lab(
+                    tier.profile,
+                    kv_memory_mb=8,
+                    cache_scopes=2,
+                    max_model_len=1024,
+                    tiers=setting,
+                    pool=pool,
+                    beside=beside,
+                )
+            )
+            stack.callback(labs[-1].close)
+        yield labs
+
+
+def time_tiers(bench: Bench, names: Sequence[str], num_pairs: int, seed: int) -> None:
     """Ann sends prompts, and her own next ones push them into the tiers. Then somebody sends them, and as many that nobody
     sent: bob with his key, ann with another `cache_salt`, and ann as before, which shows what the probe can see."""
     rows: list[tuple[object, ...]] = []
-    for tier, setting in TIERS.items():
-        for name, prober, salt, part in (
-            ("own", "ann", None, 4),
-            ("another key", "bob", None, 1),
-            ("another salt", "ann", "s", 1),
-        ):
-            with TemporaryDirectory() as directory:
-                tiers = None if setting is None else setting.format(directory)
-                lab = Lab("team", kv_memory_mb=8, cache_scopes=2, max_model_len=1024, tiers=tiers)
-                try:
-                    cpu, wall, cached, num_loads = _probe_tiers(f"{tier}, {name}", lab, prober, salt, num_pairs // part, seed)
-                finally:
-                    lab.close()
+    for tier in names:
+        for name, prober, salt, part in PROBERS:
+            with open_labs(TIERS[tier]) as labs:
+                probed, what = labs[-1 if TIERS[tier].elsewhere else 0], f"{tier}, {name}"
+                cpu, wall, cached, num_loads = _probe_tiers(what, labs, probed, prober, salt, num_pairs // part, seed)
             value, low, high = auc_between(*cpu)
             wall_value, wall_low, wall_high = auc_between(*wall)
             told = _auc(np.negative(cached[0]), np.negative(cached[1]))
@@ -166,26 +205,28 @@ def time_tiers(bench: Bench, num_pairs: int, seed: int) -> None:
 
 
 def _probe_tiers(
-    name: str, lab: Lab, prober: str, salt: str | None, num_pairs: int, seed: int
+    name: str, labs: Sequence[Lab], probed: Lab, prober: str, salt: str | None, num_pairs: int, seed: int
 ) -> tuple[Times, Times, tuple[list[int], list[int]], int]:
     """Returns processor times, clock times and cached tokens of prompts that ann sent and of others, and all loads."""
     order = random.Random(seed)
     cpu: Times = ([], [])
     wall: Times = ([], [])
     cached: tuple[list[int], list[int]] = ([], [])
-    num_loads = 0
+    stored, num_loads = labs[0], 0
     with make_progress() as progress:
         for _ in progress.track(range(num_pairs // NUM_SECRETS), description=name):
-            probes = [(0, lab.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
+            probes = [(0, probed.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
             for _, secret in probes:
-                lab.ask("ann", secret)
-            lab.flood("ann", lab.num_kv_tokens)
-            if lab.tiers is not None:
-                lab.wait_for_tiers()
-            probes += [(1, lab.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
+                stored.ask("ann", secret)
+            stored.flood("ann", stored.num_kv_tokens)
+            for lab in labs:
+                if lab.tiers is not None:
+                    lab.wait_for_tiers()
+                lab.rest()
+            probes += [(1, probed.prompt(LENGTH)) for _ in range(NUM_SECRETS)]
             order.shuffle(probes)
             for which, prompt in probes:
-                answer = lab.answer(lab.request(prober, prompt, salt=salt))
+                answer = probed.answer(probed.request(prober, prompt, salt=salt))
                 cpu[which].append(answer.cpu_s)
                 wall[which].append(answer.wall_s)
                 cached[which].append(answer.num_cached)

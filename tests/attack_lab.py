@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import random
 import time
 from collections.abc import Sequence
@@ -11,6 +12,7 @@ from typing import Any
 
 from cloister.backends.native.program import NativeProgram
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_pool import KVPool
 from cloister.kv.tiers import KVTiers
 from cloister.launch import build_engine
 from cloister.policy import Credentials, Gate, Policy
@@ -41,7 +43,12 @@ class Answer:
 
 class Lab:
     """One server with tenants `ann`, `bob`, and as many more as asked for; nothing runs but what a test sends. Close one with
-    `tiers`."""
+    `tiers`.
+
+    Args:
+        pool: memory that replicas share, for tiers in it.
+        beside: another replica of the same server, with the same keys.
+    """
 
     def __init__(
         self,
@@ -51,22 +58,28 @@ class Lab:
         num_others: int = 0,
         prefix_cache: bool = True,
         tiers: str | None = None,
+        pool: KVPool | None = None,
+        beside: Lab | None = None,
         **settings: Any,
     ) -> None:
-        credentials = Credentials.empty()
-        self.keys: dict[str, str] = {}
-        for name in ("ann", "bob", *(f"other{i}" for i in range(num_others))):
-            credentials, self.keys[name] = credentials.add(name)
-        self.gate = Gate(Policy(profile), credentials, loopback=False)
+        if beside is None:
+            credentials = Credentials.empty()
+            self.keys: dict[str, str] = {}
+            for name in ("ann", "bob", *(f"other{i}" for i in range(num_others))):
+                credentials, self.keys[name] = credentials.add(name)
+            self.gate = Gate(Policy(profile), credentials, loopback=False)
+            self.random = random.Random(1)
+        else:
+            self.keys, self.gate, self.random = beside.keys, beside.gate, beside.random
         config = EngineConfig(model=MODEL, profile=profile, prefix_cache=prefix_cache, kv_memory_mb=kv_memory_mb)
         self.core: EngineCore = build_engine(replace(config, **settings))
         self.tiers: KVTiers | None = None
         if tiers is not None:
-            self.core.open_kv_tiers(tiers)
+            seat = None if pool is None else pool.take_seat()
+            self.core.open_kv_tiers(tiers, None if pool is None or seat is None else (os.dup(pool.fd), seat))
             assert self.core._tiers is not None
             self.core._tiers.on_news(self.core.input_queue.wake)
             self.tiers = self.core._tiers.tiers
-        self.random = random.Random(1)
 
     def prompt(self, length: int) -> list[int]:
         """Draws a prompt that nobody sent before."""

@@ -13,8 +13,9 @@ import pytest
 from cloister.backends.kv_planes import KVPlane
 from cloister.engine.kv_tier_codec import LENGTH_BYTES, MANY_SAMPLES, NUM_SAMPLES, TierCodec
 from cloister.engine.kv_tier_files import TierFile
+from cloister.engine.kv_tier_opener import make_nonce
 from cloister.engine.kv_tier_storage import parse_tiers
-from cloister.engine.kv_tier_worker import TierWorker, _nonce
+from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.tiers import TierBlock, TierLayout
 from cloister.scheduler.kv_restores import TierEntry, TierRead
@@ -142,7 +143,7 @@ def test_a_stream_that_was_damaged_before_it_was_sealed_is_a_miss(worker: TierWo
     block, cipher, file = block_of(1), worker._keys.cipher(worker._key_of[b"root"]), worker.files[0]
     assert cipher is not None
     for content, is_good in ((bytes(stored), True), (bytes(damaged), False)):
-        file.write(block, cipher.encrypt(_nonce(block), content, worker._describe(block)))
+        file.write(block, cipher.encrypt(make_nonce(block), content, worker._describe(block)))
         assert (read(worker, block) is not None) == is_good
 
 

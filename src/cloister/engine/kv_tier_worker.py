@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from itertools import compress
 from typing import Final
 
 import msgspec
@@ -26,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cloister.engine.buffer_pool import BufferPool
 from cloister.engine.kv_tier_codec import TierCodec
 from cloister.engine.kv_tier_files import PROBE_BLOCKS, TierFile
+from cloister.engine.kv_tier_opener import BlockOpener, describe_block, describe_chain, find_opener, make_nonce, pack_record
 from cloister.engine.locked_keys import lock_keys
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
@@ -44,7 +46,7 @@ _LEAST_DEPTH: Final = 2
 _MOST_FREE_BYTES: Final = 16 * 2**20
 """Memory that is kept for blocks that will be opened: about what waits for steps at most."""
 
-_encode: Final = msgspec.msgpack.Encoder().encode
+_NUM_TRIALS: Final = 5
 
 _logger = logging.getLogger(__name__)
 
@@ -67,8 +69,8 @@ class ReadMeasure:
 class _Read:
     """One read, shared by its thread and the engine's."""
 
-    def __init__(self, read: TierRead, cipher: AESGCM | None) -> None:
-        self.read, self.cipher = read, cipher
+    def __init__(self, read: TierRead, cipher: AESGCM | None, opener: BlockOpener | None = None) -> None:
+        self.read, self.cipher, self.opener = read, cipher, opener
         self.deadline_s = time.monotonic() + read.timeout_s
         self.is_cancelled = False
         self.objects: list[RestoredEntry] = []
@@ -145,6 +147,7 @@ class TierWorker:
         self._key_of: dict[bytes, int] = {}  # by root
         self._has_warned = False
         self._find_cipher = find_cipher
+        self._make_opener = None if codec is not None else find_opener()  # streams are opened one after the other
         self._lock = threading.Lock()
         self._wake: Callable[[], None] = lambda: None
         self._reads: dict[str, _Read] = {}
@@ -222,7 +225,9 @@ class TierWorker:
     def read(self, read: TierRead) -> None:
         """Reads entries in their order; `take_read` brings them, and in the end `is_complete`; nothing after `cancel`."""
         key = self._key_of.get(read.root)
-        job = _Read(read, None if key is None else self._keys.cipher(key))
+        cipher = None if key is None else self._keys.cipher(key)
+        make = self._make_opener
+        job = _Read(read, cipher, None if key is None or make is None else self._keys.use(key, make))
         with self._lock:
             self._reads[read.request_id] = job
         self._readers[read.slowest].submit(self._run, job)
@@ -329,7 +334,7 @@ class TierWorker:
         cipher = self._keys.cipher(key)  # None: it was forgotten meanwhile
         if stored is not None and cipher is not None:
             sealed = self._sealing[: self.files[block.tier].count_sealed(block)]
-            cipher.encrypt_into(_nonce(block), stored, self._describe(block), sealed)
+            cipher.encrypt_into(make_nonce(block), stored, self._describe(block), sealed)
             is_written = self._write(block, sealed)
         self._note_written(block, time.thread_time() - started_s, is_written=is_written)
 
@@ -377,7 +382,7 @@ class TierWorker:
         except Exception as error:  # a thread must not end in silence: the request would wait for its deadline
             _logger.warning("the KV tier could not be read: %s", describe(error))
         finally:
-            job.cipher = None
+            job.cipher = job.opener = None
             with self._lock:
                 job.is_complete = is_complete
                 self._given_up.discard(job)
@@ -466,30 +471,59 @@ class TierWorker:
                     sealed = file.read_run(run)
                 except OSError:
                     continue
-                first = run[0][0]
-                for place, block in run:  # this loop has what a small block costs besides cryptography
-                    begin, size = place - first, sizes[block.group]
-                    content = room[num_filled : num_filled + contents[block.group]]
-                    num_filled += len(content)
-                    cipher = job.cipher if block.home is None else self._find_cipher(block)
-                    if cipher is None:
-                        continue
-                    is_coded = codec is not None and codec.is_coded(block.group)
-                    stored = streams[:size] if is_coded else content
-                    try:
-                        cipher.decrypt_into(
-                            _nonce(block), sealed[begin : begin + size + TAG_BYTES], self._describe(block), stored
-                        )
-                    except (InvalidTag, ValueError):
-                        continue
-                    if codec is None or not is_coded or codec.decode(block.group, stored, content):
-                        opened[block.number] = content
+                filled = room[num_filled:]
+                num_filled += sum([contents[block.group] for _, block in run])
+                if job.opener is not None and all(block.home is None for _, block in run):
+                    opened |= self._open_at_once(job.opener, job.read.root, run, sealed, filled)
+                else:
+                    opened |= self._open_each(job, run, sealed, filled, streams)
         return opened
+
+    def _open_at_once(
+        self, opener: BlockOpener, root: bytes, run: Sequence[tuple[int, TierBlock]], sealed: memoryview, room: memoryview
+    ) -> dict[int, memoryview]:
+        """Opens neighbours of one chain with one call."""
+        contents, first, num_filled = self._contents, run[0][0], 0
+        records, filled = [], []
+        for place, block in run:
+            size = contents[block.group]
+            records.append(pack_record(block, place - first, size, num_filled))
+            filled.append((block.number, room[num_filled : num_filled + size]))
+            num_filled += size
+        is_open = opener.open(sealed, describe_chain(self._form, root), b"".join(records), room)
+        return dict(compress(filled, is_open))
+
+    def _open_each(
+        self, job: _Read, run: Sequence[tuple[int, TierBlock]], sealed: memoryview, room: memoryview, streams: memoryview
+    ) -> dict[int, memoryview]:
+        """Opens neighbours one after the other."""
+        sizes, contents, codec = self.files[0].layout.block_bytes, self._contents, self._codec
+        opened: dict[int, memoryview] = {}
+        first, num_filled = run[0][0], 0
+        for place, block in run:  # this loop has what a small block costs besides cryptography
+            begin, size = place - first, sizes[block.group]
+            content = room[num_filled : num_filled + contents[block.group]]
+            num_filled += len(content)
+            cipher = job.cipher if block.home is None else self._find_cipher(block)
+            if cipher is None:
+                continue
+            is_coded = codec is not None and codec.is_coded(block.group)
+            stored = streams[:size] if is_coded else content
+            try:
+                cipher.decrypt_into(make_nonce(block), sealed[begin : begin + size + TAG_BYTES], self._describe(block), stored)
+            except (InvalidTag, ValueError):
+                continue
+            if codec is None or not is_coded or codec.decode(block.group, stored, content):
+                opened[block.number] = content
+        return opened
+
+    @property
+    def _form(self) -> bytes:
+        return self._format + self._stored_form
 
     def _describe(self, block: TierBlock) -> bytes:
         """Returns what is authenticated together with the contents of a block."""
-        form = self._format + self._stored_form
-        return _encode((b"cloister/kv-tier/1", form, block.root, block.key, block.entry, block.group))
+        return describe_chain(self._form, block.root) + describe_block(block)
 
     # When it starts
 
@@ -497,18 +531,45 @@ class TierWorker:
         """Fills a file's beginning with blocks that nobody has, and reads them as loads do."""
         file = self.files[tier]
         file.extend()
-        cipher = AESGCM(AESGCM.generate_key(256))
+        key = AESGCM.generate_key(256)
+        cipher = AESGCM(key)
         blocks = self._fill(tier, cipher)
         size = file.layout.block_bytes[blocks[0].group]
         file.choose_pattern(file.count_slots(blocks))
         file.drop_page_cache()
-        entries = [TierEntry(block.entry, b"", (block,)) for block in blocks[: max(1, MAX_TRIAL_BYTES // size)]]
+        blocks = blocks[: max(1, MAX_TRIAL_BYTES // size)]
+        opener = None if self._make_opener is None else self._make_opener(memoryview(key))
+        if opener is not None and not self._is_worth(opener, cipher, file, blocks):
+            opener = self._make_opener = None
+        entries = [TierEntry(block.entry, b"", (block,)) for block in blocks]
         tier_bytes = [0] * len(self.files)
         tier_bytes[tier] = len(entries) * size
-        job = _Read(TierRead(TRIAL, [], b"", entries, tier_bytes, PROBE_TIMEOUT_S), cipher)
+        job = _Read(TierRead(TRIAL, [], b"", entries, tier_bytes, PROBE_TIMEOUT_S), cipher, opener)
         if not self._read_all(job):
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return job.measure.num_bytes[tier], job.measure.elapsed_s[tier]
+
+    def _is_worth(self, opener: BlockOpener, cipher: AESGCM, file: TierFile, blocks: Sequence[TierBlock]) -> bool:
+        """Whether opening these with one call is faster than one after the other, as loads do it: in threads that need
+        Python's lock at the same time."""
+        run = file.list_runs(blocks)[0]
+        sealed = memoryview(bytes(file.read_run(run)))
+        num_bytes = sum([self._contents[block.group] for _, block in run])
+        rooms = [self._buffers.take(num_bytes) for _ in range(_LEAST_DEPTH)]
+        job = _Read(TierRead(TRIAL, [], b"", [], [0], 0.0), cipher)
+        ways = (
+            lambda room: self._open_at_once(opener, b"", run, sealed, room),
+            lambda room: self._open_each(job, run, sealed, room, room),
+        )
+        taken_s = [min([self._time_together(way, rooms) for _ in range(_NUM_TRIALS)]) for way in ways]
+        return taken_s[0] <= taken_s[1]
+
+    def _time_together(self, open_all: Callable[[memoryview], object], rooms: Sequence[memoryview]) -> float:
+        """Returns how long it takes on the clock in as many threads as there are rooms."""
+        started_s = time.perf_counter()
+        for opened in [self._openers.submit(open_all, room) for room in rooms]:
+            opened.result()
+        return time.perf_counter() - started_s
 
     def _fill(self, tier: int, cipher: AESGCM) -> list[TierBlock]:
         """Writes blocks, as many as a slow disk takes in a while, and returns them."""
@@ -521,7 +582,7 @@ class TierWorker:
         slot_bytes = file.layout.slot_bytes[group]
         for slot in range(min(file.layout.num_slots[group], max(1, _PROBE_BYTES // slot_bytes))):
             block = TierBlock(b"", b"", b"", slot, group, slot, slot, tier)
-            os.pwrite(file.fd, cipher.encrypt(_nonce(block), content, self._describe(block)), file.place(block))
+            os.pwrite(file.fd, cipher.encrypt(make_nonce(block), content, self._describe(block)), file.place(block))
             blocks.append(block)
             num_unsynced_bytes += slot_bytes
             if num_unsynced_bytes >= PROBE_BLOCKS[-1]:
@@ -531,8 +592,3 @@ class TierWorker:
                 break
         os.fdatasync(file.fd)
         return blocks
-
-
-def _nonce(block: TierBlock) -> bytes:
-    """Returns 12 bytes that are used once: keys are of one engine, whose sealings have numbers."""
-    return block.number.to_bytes(12, "big")

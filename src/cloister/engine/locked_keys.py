@@ -11,12 +11,15 @@ import ctypes
 import mmap
 import os
 import threading
+from collections.abc import Callable
 from itertools import count
-from typing import Final
+from typing import Final, TypeVar
 
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.types.errors import ConfigError
+
+T = TypeVar("T")
 
 KEY_BYTES: Final = 32
 _WIPE_ON_FORK: Final = 18
@@ -62,9 +65,13 @@ class LockedKeys:
 
     def cipher(self, number: int) -> AESGCM | None:
         """Returns what seals and opens under a key, for now; None if the key was forgotten."""
+        return self.use(number, AESGCM)
+
+    def use(self, number: int, make: Callable[[memoryview], T]) -> T | None:
+        """Returns what `make` makes of a key, which it copies and wipes as a cipher does; None if the key was forgotten."""
         with self._lock:
             key = self._keys.get(number)
-            return None if key is None else AESGCM(key)
+            return None if key is None else make(key)
 
     def copy(self, number: int) -> bytes | None:
         """Returns a key, to be sealed for somebody else; None if it was forgotten."""

@@ -19,7 +19,7 @@ _NONCE: Final = bytes(12)
 """One nonce for all: what is hashed under it stays here."""
 
 
-class KVHeader(msgspec.Struct, frozen=True, array_like=True):
+class KVHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """What an object says of itself.
 
     Attributes:
@@ -60,7 +60,7 @@ class KVObject(msgspec.Struct, frozen=True, array_like=True):
         return sum(self.header.sizes)
 
 
-class RestoredEntry(msgspec.Struct, frozen=True):
+class RestoredEntry(msgspec.Struct, frozen=True, gc=False):
     """One entry of a block table, from a tier of this engine or from another engine, which was checked.
 
     Attributes:

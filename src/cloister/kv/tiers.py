@@ -12,9 +12,11 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import count, pairwise
 from typing import Final
+
+import msgspec
 
 from cloister.kv.kept_blocks import KeptBlocks, StepTime
 from cloister.kv.pool import BlockGroup
@@ -56,9 +58,8 @@ def tier_threat(where: str) -> ThreatProfile:
     )
 
 
-@dataclass(frozen=True, slots=True, repr=False)
-class TierBlock:
-    """One block in a tier.
+class TierBlock(msgspec.Struct, frozen=True, gc=False):
+    """One block in a tier. There are many, so the garbage collector does not look at them.
 
     Attributes:
         root: root of its chain: scope and adapter.
@@ -361,7 +362,7 @@ class KVTierIndex:
         account = self._find_account(block.owner, block.group)
         if account is None or not self._admits(block.key, block.owner, block.group):
             return None
-        moved = replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
+        moved = msgspec.structs.replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
         self._add(moved, account, used)
         return moved
 

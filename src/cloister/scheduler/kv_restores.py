@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Final
 
+import msgspec
+
 from cloister.kv import NO_BLOCK, PrefixCache
 from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers, TierBlock
 from cloister.kv.two_sided import MOST_OF_ALONE, NUM_PARTS, TwoSidedRestore
@@ -27,8 +29,7 @@ MIN_READ_S: Final = 0.05
 """A read has at least this time, and else that of computing what it brings."""
 
 
-@dataclass(frozen=True, slots=True)
-class TierEntry:
+class TierEntry(msgspec.Struct, frozen=True, gc=False):
     """One entry to read.
 
     Attributes:

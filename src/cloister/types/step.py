@@ -86,7 +86,7 @@ class Fork(msgspec.Struct, frozen=True):
     index: int
 
 
-class BlockLoad(msgspec.Struct, frozen=True):
+class BlockLoad(msgspec.Struct, frozen=True, gc=False):
     """A block takes contents that another engine computed (`Program.import_blocks`)."""
 
     block: int

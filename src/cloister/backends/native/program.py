@@ -24,7 +24,6 @@ from cloister.backends.base import (
     SamplingMetadata,
     StepOutput,
     Wants,
-    check_contents,
     plan_cells,
 )
 from cloister.backends.draft_heads import DraftHeads, HeadBlock
@@ -270,6 +269,8 @@ class NativeProgram(Program):
                 ropes[rope] = len(ropes)
                 self._program.add_rope(list(rope.inv_freq), rope.attention_scale, list(rope.axes))
             self._add_layer(layer, number, -1 if rope is None else ropes[rope], kv, kv_dtype)
+        caches = [(each.cache, each.blocks.start, each.blocks.stop) for each in self._caches]
+        self._copies = _native.KVCopies(caches)
 
     def _set_ends(self, spec: DecoderSpec) -> None:
         matrices, vectors = self._model.matrices, self._model.vectors
@@ -598,12 +599,11 @@ class NativeProgram(Program):
 
     def wipe_blocks(self, block_ids: Sequence[int]) -> None:
         """Overwrites blocks with zeros in every layer."""
-        for _, cache, blocks, _ in self._caches:
-            cache[[block - blocks.start for block in block_ids if block in blocks]] = 0
+        self._copies.wipe(list(block_ids))
 
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         """Returns the contents of each block, layer after layer."""
-        return [b"".join([row.data for row in self._rows(block)]) for block in block_ids]
+        return self._copies.export(list(block_ids))
 
     def list_planes(self, block: int) -> list[KVPlane]:
         """Returns where the numbers of a block lie in its contents; none where they are not all keys and values as they are."""
@@ -630,13 +630,7 @@ class NativeProgram(Program):
 
     def import_blocks(self, block_ids: Sequence[int], contents: Sequence[bytes | memoryview]) -> None:
         """Overwrites blocks with contents that `export_blocks` returned."""
-        rows_of = [self._rows(block) for block in block_ids]
-        check_contents(block_ids, [sum(row.nbytes for row in rows) for rows in rows_of], contents)
-        for rows, content in zip(rows_of, contents, strict=True):
-            numbers, first = np.frombuffer(content, np.uint8), 0
-            for row in rows:
-                row[:] = numbers[first : first + row.nbytes]
-                first += row.nbytes
+        self._copies.import_(list(block_ids), contents)
 
     def read_cells(self, cells: IntArray) -> ByteArray:
         """Returns a copy of what cells hold, [num_cells, bytes of a cell]."""
@@ -647,10 +641,6 @@ class NativeProgram(Program):
         if self._cells is None:
             raise self._lacks(Capability.LAYERWISE)
         self._cells[cells] = contents
-
-    def _rows(self, block: int) -> list[ByteArray]:
-        """Returns the bytes of a block in each layer that has it, in place."""
-        return [cache[block - blocks.start] for _, cache, blocks, _ in self._caches if block in blocks]
 
     def move_positions(self, moves: IntArray) -> None:
         """Copies KV of single positions in every layer, bit for bit.

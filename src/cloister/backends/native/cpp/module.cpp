@@ -19,7 +19,9 @@ namespace nb = nanobind;
 using namespace cloister;
 
 namespace cloister {
-void bind_kv_codec(nb::module_& m);  // kv_codec.cpp
+void bind_kv_codec(nb::module_& m);      // kv_codec.cpp
+void bind_kv_copies(nb::module_& m);     // kv_copies.cpp
+void bind_block_opener(nb::module_& m);  // block_opener.cpp
 }
 
 namespace {
@@ -401,6 +403,8 @@ NB_MODULE(_native, m) {
     });
 
     bind_kv_codec(m);
+    bind_kv_copies(m);
+    bind_block_opener(m);
 
     m.def("scratch_bytes", [](const std::string& kernels, int num_heads, int num_kv_heads, int head_dim, int value_dim, int inputs, int vocab_size) {
         const Kernels& table = find_kernels(kernels);
