@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -93,7 +93,7 @@ class ServerState:
 
     async def _read(self, call: Callable[[], T], *, is_quick: bool) -> T:
         try:
-            with anyio.fail_after(self.prepare_timeout_s):
+            async with asyncio.timeout(self.prepare_timeout_s):
                 try:
                     return await self.threads.run(self.tenant, self.num_body_bytes, call, is_quick=is_quick)
                 except ImagesPending as pending:
