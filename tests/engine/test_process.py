@@ -20,6 +20,7 @@ import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
 from cloister.engine.child_process import ProcessHandle, spawn_program
+from cloister.engine.engine_process import NICENESS
 from cloister.engine.supervision import Restarts
 from cloister.engine.transports import Spawn
 from cloister.types.errors import (
@@ -57,6 +58,22 @@ async def serving(
     finally:
         await engine.drain(0.0)
         assert engine.pid is None
+
+
+def test_threads_that_compute_yield_to_the_front_and_the_one_that_listens_to_it_does_not(model_path):
+    async def main() -> None:
+        async with serving(model_path) as engine:
+            assert engine.pid is not None
+            tasks = Path(f"/proc/{engine.pid}/task")
+            own = os.getpriority(os.PRIO_PROCESS, 0)
+            niceness = {
+                int(each.name): os.getpriority(os.PRIO_PROCESS, int(each.name)) - own
+                for each in await asyncio.to_thread(list, tasks.iterdir())
+            }
+            assert niceness.pop(engine.pid) == min(NICENESS, 19 - own)
+            assert 0 in niceness.values(), "the thread that listens"
+
+    run(main())
 
 
 async def answer(engine: EngineClient, request: Request) -> list[SequenceOutput]:

@@ -29,10 +29,13 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import describe, set_up_logging
-from cloister.types.processes import end_with_parent, name_process
+from cloister.types.processes import end_with_parent, lower_priority, name_process
 
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for this long is considered dead."""
+NICENESS: Final = 5
+"""Of the threads that compute, a third of the front's share of a core that both want: the front needs little, and each request
+and token passes through it."""
 
 _logger = logging.getLogger("cloister.engine.engine_process")  # it runs as `__main__`, whose messages no log shows
 
@@ -69,7 +72,8 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     set_up(boot)
     input_queue = InputQueue()
-    threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True).start()
+    listening = threading.Thread(target=_listen, args=(sock, input_queue), name="cloister-channel", daemon=True)
+    listening.start()
 
     listener = SealedChannels(socket.socket(fileno=listeners[0]), input_queue, boot.config.max_num_seqs) if listeners else None
 
@@ -88,6 +92,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     core.freeze_gc_heap()
     if listener is not None:
         threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
+    lower_priority(NICENESS, but=(listening.native_id,))  # not before: a start should not wait for others
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup, core.kv_endpoint))
     try:
         core.run(send)

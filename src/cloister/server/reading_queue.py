@@ -211,21 +211,42 @@ class ReadingThreads:
 
     def __init__(self, queue: ReadingQueue) -> None:
         self._queue = queue
+        self._loop_is_taken = False
 
-    async def run(self, tenant: str, num_bytes: int, work: Callable[[], T]) -> T:
+    async def run(self, tenant: str, num_bytes: int, work: Callable[[], T], *, is_quick: bool = False) -> T:
         """Waits for the tenant's turn, and runs a reading of so many bytes in a thread, with the context of the caller.
 
         Cancelled, it waits no longer. A reading that has begun goes on and keeps its slot until it ends, so that those who
         leave and come back have no more threads than others.
 
+        Args:
+            is_quick: it is done sooner than a thread has started and has got the interpreter lock from a busy event loop: it
+                runs on the loop, one in each turn of it; others get threads, so that a flood of them is shared fairly too.
+
         Raises:
             QueueFullError: too much of this tenant waits already.
         """
-        future = self._start(await self._queue.enter(tenant, num_bytes), work)
+        turn = await self._queue.enter(tenant, num_bytes)
+        if is_quick and self._take_loop():
+            try:
+                return work()
+            finally:
+                turn.end()
+        future = self._start(turn, work)
         try:
             return await future
         finally:
             del future  # its error holds this frame: only the garbage collector would free both, and the body
+
+    def _take_loop(self) -> bool:
+        """Returns True once in a turn of the event loop."""
+        is_free, self._loop_is_taken = not self._loop_is_taken, True
+        if is_free:
+            asyncio.get_running_loop().call_soon(self._free_loop)
+        return is_free
+
+    def _free_loop(self) -> None:
+        self._loop_is_taken = False
 
     def _start(self, turn: ReadingTurn, work: Callable[[], T]) -> asyncio.Future[T]:
         loop = asyncio.get_running_loop()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Final, TypeVar
 
-import anyio
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
@@ -22,6 +22,7 @@ from cloister.server.jobs import GenerationJob
 from cloister.server.load_shedding import client_network
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
+from cloister.server.plain_bodies import is_plain
 from cloister.server.prompts import PromptReader
 from cloister.server.reading_queue import NUM_BODY_BYTES, ReadingQueue, ReadingThreads
 from cloister.types.request import Request as EngineRequest
@@ -84,11 +85,17 @@ class ServerState:
             OverloadedError: it took too long.
             QueueFullError: too much of this tenant waits already.
         """
-        call = partial(work, *args)
+        return await self._read(partial(work, *args), is_quick=False)
+
+    async def read(self, work: Callable[[bytes, Admission], T], raw: bytes, admission: Admission) -> T:
+        """As `off_the_loop`, for a body; one that is plain may be read on the loop (`plain_bodies`)."""
+        return await self._read(partial(work, raw, admission), is_quick=is_plain(raw))
+
+    async def _read(self, call: Callable[[], T], *, is_quick: bool) -> T:
         try:
-            with anyio.fail_after(self.prepare_timeout_s):
+            async with asyncio.timeout(self.prepare_timeout_s):
                 try:
-                    return await self.threads.run(self.tenant, self.num_body_bytes, call)
+                    return await self.threads.run(self.tenant, self.num_body_bytes, call, is_quick=is_quick)
                 except ImagesPending as pending:
                     images = await pending.load(self.tenant)
                 with ImagesPending.loaded(images):

@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -40,6 +40,21 @@ def end_with_parent(parent: int | None = None) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def lower_priority(niceness: int, but: Collection[int | None] = ()) -> None:
+    """Adds to the niceness of this process's threads, and of those that they start from now on. Where that is refused or
+    unknown, they stay as they are.
+
+    Args:
+        but: native ids of threads that stay as they are.
+    """
+    if sys.platform != "linux":
+        return
+    for thread_id in map(int, os.listdir("/proc/self/task")):
+        if thread_id not in but:
+            with contextlib.suppress(OSError):  # a filter of system calls; or the thread has ended
+                os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)
 
 
 @contextlib.contextmanager

@@ -40,7 +40,7 @@ router = APIRouter()
 async def create_chat_completion(request: Request) -> Response:
     """Answers a conversation, at once or as a stream."""
     state = state_of(request)
-    job = state.follow(await state.off_the_loop(state.reader.read_chat, await request.body(), admission_of(request)))
+    job = state.follow(await state.read(state.reader.read_chat, await request.body(), admission_of(request)))
     outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_chat(job, outputs))

@@ -36,7 +36,7 @@ PromptLogprobs = list[TokenLogprobs | None]
 async def create_completion(request: Request) -> Response:
     """Continues one or more prompts, at once or as a stream."""
     state = state_of(request)
-    job = state.follow(await state.off_the_loop(state.reader.read_completion, await request.body(), admission_of(request)))
+    job = state.follow(await state.read(state.reader.read_completion, await request.body(), admission_of(request)))
     outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_completion(job, outputs))

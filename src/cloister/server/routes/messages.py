@@ -23,7 +23,7 @@ router = APIRouter()
 async def create_message(request: Request) -> Response:
     """Answers a conversation in blocks, at once or as a stream."""
     state = state_of(request)
-    job = await state.off_the_loop(state.reader.read_message, await request.body(), admission_of(request))
+    job = await state.read(state.reader.read_message, await request.body(), admission_of(request))
     outputs = run_job(state.generate, job)
     if job.stream:
         return await open_stream(stream_message(job, outputs), Ending(b"", write_failure))
