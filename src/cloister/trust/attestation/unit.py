@@ -30,14 +30,14 @@ def check_unit(findings: Findings, statement: Statement) -> None:
     named = {name.rpartition(".")[0] for name in statement.hardening}
     engines = {name for name in named if name == ENGINE or name.startswith(f"{ENGINE}-")}
     num_engines = settings.get("replicas", 1)
-    if num_engines == 1 and len(engines) <= 1:
+    if type(num_engines) is int and num_engines == 1 and len(engines) <= 1:
         return
-    wanted = {engine_name(index) for index in range(num_engines)} if isinstance(num_engines, int) else set()
-    if engines != wanted:
+    is_number = type(num_engines) is int and num_engines == len(engines)
+    if not is_number or engines != {engine_name(index) for index in range(len(engines))}:
         findings.fail(
             "unit",
-            f"the node states {num_engines} engines, and its evidence has the measures of {len(engines)}; it may be starting "
-            "one again: ask in a minute",
+            f"the node states {_show(num_engines)} engines, and its evidence has the measures of {len(engines)}: one was added, "
+            "left out or exchanged; take another node",
         )
         return
     findings.check(
@@ -47,6 +47,10 @@ def check_unit(findings: Findings, statement: Statement) -> None:
         "by capacity, and nothing that others send decides",
         f"inside the node, requests are divided by {settings.get('router')}, which can be steered",
     )
+
+
+def _show(value: object) -> str:
+    return str(value)[:16]
 
 
 def _describe_roles(settings: Mapping[str, object]) -> str:
@@ -59,11 +63,12 @@ def _describe_roles(settings: Mapping[str, object]) -> str:
 
 
 def _read(configuration: Mapping[str, str]) -> dict[str, object]:
-    """Returns the settings that say what a unit is. What is no JSON cannot be what a node writes; it counts as absent."""
+    """Returns the settings that say what a unit is, as far as there are any. What is no JSON is None."""
     found: dict[str, object] = {}
     for name in _SETTINGS:
-        try:
-            found[name] = json.loads(configuration[f"setting {name}"])
-        except (KeyError, ValueError):
-            continue
+        if (written := configuration.get(f"setting {name}")) is not None:
+            try:
+                found[name] = json.loads(written)
+            except (ValueError, RecursionError):
+                found[name] = None
     return found
