@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 
 import pytest
@@ -209,12 +209,22 @@ class Channels:
         self.near, far = open_listener()
         self.queue = InputQueue()
         self.channels = SealedChannels(far, self.queue, max_num_seqs=4)
+        self._workers: list[socket.socket] = []
+
+    def close(self) -> None:
+        for key in list(self.channels._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        for sock in (self.near, self.channels._wake_sender, *self._workers):
+            sock.close()
+        self.channels._selector.close()
 
     def link(self) -> socket.socket:
         near, far = socket.socketpair()
         with far:
             socket.send_fds(self.near, [CONNECT], [far.fileno()])
         self.channels._admit()
+        self._workers.append(near)
         return near
 
     def hear(self) -> list[FrontMessage]:
@@ -225,11 +235,17 @@ class Channels:
         return self.queue.take()
 
 
+@pytest.fixture
+def channels() -> Iterator[Channels]:
+    made = Channels()
+    yield made
+    made.close()
+
+
 PREFETCH = PrefetchKV(make_request(), PROMPT, KVSource("sealed:0"), follows=True)
 
 
-def test_a_worker_has_the_kv_of_its_own_request_loaded_and_hears_of_it() -> None:
-    channels = Channels()
+def test_a_worker_has_the_kv_of_its_own_request_loaded_and_hears_of_it(channels: Channels) -> None:
     worker = channels.link()
     worker.sendall(channel.frame(PREFETCH) + channel.frame(Submit(make_request())))
     assert channels.hear() == [PREFETCH, Submit(make_request())]
@@ -241,8 +257,7 @@ def test_a_worker_has_the_kv_of_its_own_request_loaded_and_hears_of_it() -> None
     assert isinstance(heard.events[0], KVLoaded)
 
 
-def test_a_worker_touches_no_request_of_another_one() -> None:
-    channels = Channels()
+def test_a_worker_touches_no_request_of_another_one(channels: Channels) -> None:
     mine, other = channels.link(), channels.link()
     mine.sendall(channel.frame(PREFETCH))
     assert channels.hear() == [PREFETCH]
@@ -254,23 +269,22 @@ def test_a_worker_touches_no_request_of_another_one() -> None:
     assert other.recv(1) == b""  # it is closed: it would have got another one's outputs
 
 
-def test_what_an_engine_holds_for_another_one_ends_with_the_worker() -> None:
-    channels = Channels()
+def test_what_an_engine_holds_for_another_one_ends_with_the_worker(channels: Channels) -> None:
     worker, another = channels.link(), channels.link()
     submit = Submit(make_request(), hold_kv_s=15.0, prefill_only=True)
     worker.sendall(channel.frame(submit))
     another.sendall(channel.frame(PrefetchKV(make_request("s"), PROMPT, KVSource("sealed:0"))))
     assert len(channels.hear()) == 2
     channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
+    assert "r" not in channels.channels._by_request
     worker.close()
     another.close()
     assert set(map(repr, channels.hear())) == {repr(HoldKV("r", 0.0)), repr(CancelPrefetch("s"))}
     assert not channels.channels._by_request
 
 
-def test_no_worker_hears_of_steps() -> None:
+def test_no_worker_hears_of_steps(channels: Channels) -> None:
     """They tell what others do: a worker that knew them could be steered by them."""
-    channels = Channels()
     worker = channels.link()
     worker.sendall(channel.frame(Submit(make_request())))
     channels.hear()

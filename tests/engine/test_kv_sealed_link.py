@@ -254,6 +254,16 @@ def test_an_engine_gives_kv_of_requests_that_went_on_elsewhere_and_of_no_other(m
     assert other.find(Scheduled)[0].num_cached_tokens == NUM_HIT
 
 
+def test_no_endpoint_leads_out_of_the_node(make_peer: Callable[..., UnitPeer], tokenizer: Tokenizer) -> None:
+    """A worker names the source; one that was taken over may name any."""
+    outside, target = Peer(tokenizer, secret=SECRET), make_peer(1)
+    expected = answer(outside)
+    assert answer(target, outside, source=outside.core.kv_endpoint) == expected
+    assert not target.find(KVLoaded)[0].complete
+    assert target.find(Scheduled)[0].num_cached_tokens == 0
+    outside.links.close()
+
+
 def test_a_hold_ends_when_its_worker_is_gone(make_peer: Callable[..., UnitPeer]) -> None:
     source = make_peer(0)
     prefill(source)

@@ -133,8 +133,6 @@ class SealedChannels:
             worker = None if isinstance(event, Stepped) else self._by_request.get(event.request_id)
             if worker is not None:
                 by_worker.setdefault(worker, Outputs([], [])).events.append(event)
-                if isinstance(event, PrefillDone):
-                    worker.left.add(event.request_id)
             rest.events.append(event if worker is None else _without_content(event))
         for worker, outputs in by_worker.items():
             self._send(worker, outputs)
@@ -191,6 +189,8 @@ class SealedChannels:
             case Submit(request):
                 self._claim(request, worker)
                 worker.expected.discard(request.request_id)
+                if message.hold_kv_s > 0.0:
+                    worker.left.add(request.request_id)
                 self._input_queue.put(message)
             case PrefetchKV(request):
                 self._claim(request, worker)

@@ -36,8 +36,8 @@ def check_unit(findings: Findings, statement: Statement) -> None:
     if not is_number or engines != {engine_name(index) for index in range(len(engines))}:
         findings.fail(
             "unit",
-            f"the node states {_show(num_engines)} engines, and its evidence has the measures of {len(engines)}: one was added, "
-            "left out or exchanged; take another node",
+            f"the node states {_show(num_engines)} engines, and its evidence has the measures of {len(engines)}: one was "
+            "added, left out or exchanged; take another node",
         )
         return
     findings.check(
@@ -45,7 +45,7 @@ def check_unit(findings: Findings, statement: Statement) -> None:
         settings.get("router") == DRAWN,
         f"the node is one unit of {num_engines} engines{_describe_roles(settings)}, each of them measured; an engine is drawn "
         "by capacity, and nothing that others send decides",
-        f"inside the node, requests are divided by {settings.get('router')}, which can be steered",
+        f"inside the node, requests are divided by {_show(settings.get('router'))}, which can be steered",
     )
 
 
@@ -57,8 +57,8 @@ def _describe_roles(settings: Mapping[str, object]) -> str:
     if not settings.get("prefill"):
         return ""
     return (
-        f" ({settings['prefill']} compute prompts, {settings.get('decode')} go on with answers; KV passes by the "
-        f"transport {settings.get('kv_transfer')})"
+        f" ({_show(settings['prefill'])} compute prompts, {_show(settings.get('decode'))} go on with answers; KV passes by the "
+        f"transport {_show(settings.get('kv_transfer'))})"
     )
 
 
