@@ -81,7 +81,16 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"verify_replay": 0.1, "on": "ray"}, "set replicas to 2 or more"),
         ({"verify_replay": 0.1, "replicas": 2, "numerics": "fast", "device": "cuda"}, "numerics exact"),
         ({"router": "least_load"}, "set replicas to 2 or more"),
-        ({"replicas": 2, "sealed": True}, "start more nodes"),
+        ({"replicas": 13, "sealed": True}, "start more nodes"),
+        ({"replicas": 2, "router": "least_load", "sealed": True, "profile": "open"}, "set router to capacity_random"),
+        ({"replicas": 3, "standby": 1, "sealed": True}, "leave standby out"),
+        ({"replicas": 2, "verify_replay": 0.5, "sealed": True}, "leave verify_replay out"),
+        ({"replicas": 2, "rebalance": True, "sealed": True, "profile": "open"}, "leave rebalance out"),
+        ({"replicas": 2, "slow_replicas": "avoid", "sealed": True, "profile": "open"}, "leave slow_replicas out"),
+        ({"replicas": 2, "prefill": 1, "decode": 1, "sealed": True}, "set kv_transfer to sealed"),
+        ({"replicas": 2, "kv_transfer": "sealed", "sealed": True}, "set prefill and decode, or leave kv_transfer out"),
+        ({"replicas": 2, "kv_transfer": "shm", "prefill": 1, "decode": 1, "sealed": True, "profile": "open"}, "to sealed"),
+        ({"replicas": 2, "kv_transfer": "sealed"}, "add sealed, or set it to shm"),
         ({"replicas": 2, "router": "lpm"}, "unknown router 'lpm'; choose one of"),
         ({"replicas": 0}, "replicas"),
         ({"rebalance": True}, "set replicas to 2 or more"),
@@ -129,8 +138,8 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"on": "ray", "fork_server": True}, "leave fork_server out, or on ray"),
         ({"idle_keeps": "weights"}, "set idle_timeout_s"),
         ({"idle_timeout_s": 5.0, "idle_keeps": "weights", "fork_server": False}, "switch fork_server on"),
-        ({"idle_timeout_s": 5.0, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
-        ({"fork_server": True, "sealed": True, "profile": "open"}, "a sealed node has one engine"),
+        ({"idle_timeout_s": 5.0, "sealed": True, "profile": "open"}, "the starter of a sealed node makes its engines"),
+        ({"fork_server": True, "sealed": True, "profile": "open"}, "the starter of a sealed node makes its engines"),
     ],
 )
 def test_what_cannot_be_is_an_error_that_says_what_to_do(flags: dict[str, object], text: str) -> None:
@@ -167,7 +176,7 @@ def test_kv_moves_between_replicas_in_all_but_strict_profiles(where: str) -> Non
         settings = resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
         assert settings.engine.config.kv_transfer == where
     for profile in ("private", "paranoid"):
-        with pytest.raises(PolicyError, match="encrypted between attested peers"):
+        with pytest.raises(PolicyError, match="attested peers" if profile == "private" else "never leaves the engine"):
             resolve_settings({"replicas": 2, "kv_transfer": where, "profile": profile})
 
 
@@ -177,9 +186,8 @@ def test_only_one_user_may_have_kv_pass_through_ports_that_ask_nobody_who_they_a
 ) -> None:
     flags = {"replicas": 2, "kv_transfer": where}
     for profile in ("team", "private", "paranoid"):
-        with pytest.raises(
-            PolicyError, match="no port may listen" if profile == "team" else "encrypted between attested peers"
-        ):
+        why = {"team": "no port may listen", "private": "attested peers", "paranoid": "never leaves the engine"}[profile]
+        with pytest.raises(PolicyError, match=why):
             resolve_settings({**flags, "profile": profile})
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install 'cloister\[mooncake\]'; or set it to shm"):
@@ -200,6 +208,25 @@ def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -
 def test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need(profile: str) -> None:
     with pytest.raises(PolicyError, match="leave `prefill` and `decode` out"):
         resolve_settings({"replicas": 2, "profile": profile, "prefill": 1, "decode": 1})
+
+
+SEALED_ROLES = {"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "sealed", "sealed": True}
+
+
+def test_a_sealed_node_may_have_roles_whose_kv_is_encrypted() -> None:
+    settings = resolve_settings({**SEALED_ROLES, "profile": "private"})
+    assert settings.server.config.router == "capacity_random"
+    assert settings.server.config.slow_replicas == "report"
+    with pytest.raises(PolicyError, match="KV never leaves the engine"):
+        resolve_settings({**SEALED_ROLES, "profile": "paranoid"})
+    with pytest.raises(PolicyError, match="attested peers"):  # the same engines without a seal
+        resolve_settings({"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "shm", "profile": "private"})
+
+
+@pytest.mark.parametrize("profile", ["open", "team", "private", "paranoid"])
+def test_in_a_sealed_node_engines_are_drawn_whatever_the_profile(profile: str) -> None:
+    config = resolve_settings({"replicas": 2, "sealed": True, "profile": profile}).server.config
+    assert (config.router, config.slow_replicas, config.fork_server) == ("capacity_random", "report", False)
 
 
 @pytest.mark.parametrize("profile", ["team", "private", "paranoid"])

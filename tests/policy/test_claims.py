@@ -51,8 +51,22 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
     ),
     "disaggregation": (
         "engine/test_kv_transfer.py::test_a_source_with_another_secret_neither_gives_nor_is_believed",
+        "cluster/test_settings.py::test_a_sealed_node_may_have_roles_whose_kv_is_encrypted",
+        "engine/test_kv_sealed_link.py::test_an_operator_who_taps_a_link_reads_no_kv_no_scope_and_no_prefix_key",
+        "engine/test_kv_sealed_link.py::test_an_engine_that_was_not_given_the_secret_gets_nothing_and_is_not_believed",
+        "engine/test_kv_sealed_link.py::test_an_engine_gives_kv_of_requests_that_went_on_elsewhere_and_of_no_other",
+        "engine/test_kv_sealed_link.py::test_keys_are_of_one_connection_and_gone_with_it",
+        "e2e/test_sealed_unit.py::test_engines_with_roles_answer_as_one_and_survive_a_death",
+    ),
+    "disaggregation.plain": (
+        "engine/test_kv_transfer.py::test_a_source_with_another_secret_neither_gives_nor_is_believed",
         "engine/test_kv_transfer.py::test_nobody_between_two_machines_reads_a_key_or_kv",
         "cluster/test_settings.py::test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need",
+    ),
+    "disaggregation.plain-transfer": (
+        "engine/test_kv_transfer.py::test_a_source_with_another_secret_neither_gives_nor_is_believed",
+        "engine/test_kv_transfer.py::test_nobody_between_two_machines_reads_a_key_or_kv",
+        "cluster/test_settings.py::test_kv_moves_between_replicas_in_all_but_strict_profiles",
     ),
     "disaggregation.mooncake": (
         "engine/test_kv_mooncake.py::test_what_mooncake_carries_cannot_be_read_nor_taken_for_another_part",

@@ -22,7 +22,7 @@ DISAGGREGATION_THREAT: Final = ThreatProfile(
     residue="KV in flight",
     where=("network",),
     attack="tap",
-    mitigations=("refused where KV may travel encrypted between attested peers only",),
+    mitigations=("where peers must be attested: inside one sealed node, over encrypted links",),
 )
 FLIP_THREAT: Final = ThreatProfile(
     row="instance flip",

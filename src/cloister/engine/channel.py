@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from cloister.engine.kv_pool import PoolSeat
+from cloister.engine.kv_unit import UnitSeat
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import EngineMessage, FrontMessage
@@ -24,6 +25,8 @@ _READ_LIMIT_BYTES: Final = 2**20
 MAX_FRAME_BYTES: Final = 256 * 2**20
 """Maximum message size in both directions: prompt log-probabilities of 128k tokens, with a margin."""
 
+MAX_BOOT_DESCRIPTORS: Final = 5
+"""A pipe for stacks, a listener, two of `kv_unit` and one of `kv_pool`."""
 _LENGTH: Final = struct.Struct(">I")
 HEAD_BYTES: Final = _LENGTH.size
 
@@ -44,6 +47,8 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
         replica: its index among several replicas, for the log; None: it is the only engine.
         is_restart: an engine before this one was ready, so a KV tier that cannot be used any more is left out.
+        kv_unit: its seat among the engines of a sealed node that exchange KV, whose two descriptors come along; None: it has
+            none.
         kv_pool: its seat in the memory that engines share for KV, whose descriptor is the last one that comes along; None: it
             has none.
     """
@@ -55,6 +60,7 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
     kv_secret: bytes | None = None
     is_restart: bool = False
     replica: int | None = None
+    kv_unit: UnitSeat | None = None
     kv_pool: PoolSeat | None = None
 
     def __repr__(self) -> str:
@@ -131,11 +137,11 @@ class MessageStream:
 
 
 def receive_boot(sock: socket.socket) -> tuple[bytes | None, list[int]]:
-    """Like `receive_blocking`, for the first frame, which carries descriptors: a pipe for stacks, and perhaps a listener
-    and memory for KV."""
+    """Like `receive_blocking`, for the first frame, which carries descriptors: a pipe for stacks, and perhaps a listener,
+    sockets to other engines and memory for KV."""
     while True:
         try:
-            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, 3)
+            head, descriptors, _, _ = socket.recv_fds(sock, HEAD_BYTES, MAX_BOOT_DESCRIPTORS)
         except TimeoutError:
             continue
         if len(head) < HEAD_BYTES:

@@ -903,7 +903,8 @@ class EngineClient(RequestClient):
         how many of each."""
         reply = DRAINING if self._is_draining else self._transport.lost
         num_requests, num_kept, num_rescued = len(self._requests), 0, 0
-        if self._supervision.restarts is not None and not self._is_draining:
+        can_go_on = self._supervision.restarts is not None or self.rescue is not None
+        if can_go_on and not self._is_draining:
             num_kept = self._requests.keep_resumable(reply)
             if self.rescue is not None:
                 num_rescued = num_kept - self._requests.release(self.rescue)

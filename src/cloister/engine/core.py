@@ -144,17 +144,19 @@ class EngineCore:
         """Where other engines load KV from this one; None if they cannot."""
         return None if self._transfer is None else self._transfer.links.endpoint
 
-    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks]) -> None:
+    def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks], *, of_requests_only: bool = False) -> None:
         """Lets this engine give cached KV to others, and load theirs. Call it before the first request.
 
         Args:
             make_links: returns connections to other engines with this format.
+            of_requests_only: others get KV of requests that are here, or went on elsewhere, and of no others.
 
         Raises:
             ConfigError: the program cannot.
         """
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_transfer out, or compute on a CPU", param="kv_transfer")
+        self._scheduler.kv_exports.of_requests_only = of_requests_only
         self._transfer = KVTransfer(self._scheduler, self._kv_blocks, make_links(self._kv_blocks.form))
 
     def open_kv_tiers(

@@ -14,7 +14,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
@@ -23,6 +23,8 @@ from cloister.engine.channel import InputQueue
 from cloister.engine.core import EngineCore
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_sockets import KVSocketLinks
+from cloister.engine.kv_transports import KVTransport
+from cloister.engine.kv_unit import NUM_DESCRIPTORS, SEALED, UnitSeat
 from cloister.engine.sealed_channels import SealedChannels
 from cloister.engine.supervision import STACKS_SIGNAL
 from cloister.types.config import EngineConfig
@@ -67,6 +69,8 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     for descriptor in descriptors:
         os.set_inheritable(descriptor, False)
     kv_pool = None if boot.kv_pool is None else (descriptors.pop(), boot.kv_pool)
+    unit_ends = [] if boot.kv_unit is None else [socket.socket(fileno=fd) for fd in descriptors[-NUM_DESCRIPTORS:]]
+    descriptors = descriptors[: len(descriptors) - len(unit_ends)]
     stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody near asks for stacks (`cluster.remote.host`)
     for stacks_fd in stacks_fds:
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
@@ -86,7 +90,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     if core is None:
         return 1
     core.input_queue = input_queue
-    if not _set_up_kv(core, boot, kv_pool, send):
+    if not _set_up_kv(core, boot, kv_pool, unit_ends, send):
         return 1
     del boot, frame, kv_pool  # the secret of the pool lies in locked memory now
     core.freeze_gc_heap()
@@ -134,19 +138,33 @@ def build(boot: channel.Boot, send: Send) -> EngineCore | None:
     return None
 
 
-def _set_up_kv(core: EngineCore, boot: channel.Boot, kv_pool: tuple[int, PoolSeat] | None, send: Send) -> bool:
+def _set_up_kv(
+    core: EngineCore,
+    boot: channel.Boot,
+    kv_pool: tuple[int, PoolSeat] | None,
+    unit_ends: Sequence[socket.socket],
+    send: Send,
+) -> bool:
     """Connects the engine to others, and opens its tiers; sends why it cannot. Threads and keys are of this process: a template
     has none."""
     config = boot.config
     try:
         if boot.kv_secret is not None and config.kv_transfer is not None:
-            core.exchange_kv(partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret))
+            transports = {} if boot.kv_unit is None else {SEALED: _make_sealed(boot.kv_secret, boot.kv_unit, unit_ends)}
+            make = partial(KVSocketLinks, config.kv_transfer, secret=boot.kv_secret, transports=transports)
+            core.exchange_kv(make, of_requests_only=boot.kv_unit is not None)
         if config.kv_tier is not None:
             _open_tiers(core, config, kv_pool, is_restart=boot.is_restart)
     except CloisterError as error:
         send(Failed(error.message, error.code))
         return False
     return True
+
+
+def _make_sealed(secret: bytes, seat: UnitSeat, ends: Sequence[socket.socket]) -> KVTransport:
+    from cloister.engine.kv_sealed_link import SealedTransport  # only where it is used: it imports cryptography
+
+    return SealedTransport(secret, seat, *ends)
 
 
 def _open_tiers(core: EngineCore, config: EngineConfig, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool) -> None:

@@ -616,7 +616,7 @@ class InFlightRequests:
         """Counts requests of other clients, so that an engine that hangs on one of them is detected."""
         if isinstance(event, Arrived):
             self._of_others.add(event.request_id)
-        elif isinstance(event, Ended) and event.last:
+        elif isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
             self._of_others.discard(event.request_id)
 
     def _tell(self, event: Event) -> None:

@@ -16,9 +16,10 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import MappingProxyType
 from typing import Final
 
 import msgspec
@@ -136,14 +137,17 @@ class KVSocketLinks:
         setting: where it listens, such as "shm" or "shm,tls://127.0.0.1:0" (`engine.kv_transports`).
         form: the format of this engine's KV.
         secret: what all engines of one front know, and nobody else.
+        transports: by name, if there are some already: no others are used, whatever an endpoint says.
 
     Raises:
         ConfigError: nothing can listen there.
     """
 
-    def __init__(self, setting: str, form: KVFormat, secret: bytes) -> None:
-        self._secret = secret
-        self._transports: dict[str, KVTransport] = {}
+    def __init__(
+        self, setting: str, form: KVFormat, secret: bytes, transports: Mapping[str, KVTransport] = MappingProxyType({})
+    ) -> None:
+        self._secret, self._is_fixed = (b"", True) if transports else (secret, False)
+        self._transports = dict(transports)
         self._listeners: list[socket.socket] = []
         self.endpoint = ",".join(self._listen(name, where) for name, where in parse_places(setting))
         self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
@@ -174,6 +178,8 @@ class KVSocketLinks:
         return endpoint
 
     def _transport(self, name: str) -> KVTransport:
+        if name not in self._transports and self._is_fixed:
+            raise ConfigError(f"this engine has no transport of KV named {name[:32]!r}", param="kv_transfer")
         if name not in self._transports:
             self._transports[name] = KV_TRANSPORTS.get(name)(self._secret)
         return self._transports[name]

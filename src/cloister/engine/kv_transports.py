@@ -1,5 +1,5 @@
 """Where engines listen for each other, and how KV passes: through shared memory or a Unix socket on one machine, over mutual
-TLS between machines.
+TLS between machines; inside a sealed node over descriptors that its front hands out (`engine.kv_sealed_link`).
 
 A setting names one transport or several, as "shm,tls://HOST:0" does, and so does an endpoint; who connects takes the first one
 that it reaches. A name of a Unix socket is drawn, so on another machine nothing listens there, which is known at once.
@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final, Protocol
 
 from cloister.engine.kv_frames import KVInbox, KVOutbox, StreamPath
 from cloister.engine.kv_shared_memory import SharedInbox, SharedMemories, SharedOutbox
+from cloister.engine.kv_unit import SEALED
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
@@ -116,6 +117,18 @@ _MOONCAKE_THREAT: Final = ThreatProfile(
         "only what is sealed with AES-256-GCM is registered, under a key for each pull, which passes over a socket on which"
         " only processes of the same user are heard; what is opened is a copy",
         _AUTHENTICATED,
+    ),
+)
+_SEALED_THREAT: Final = ThreatProfile(
+    row="disaggregated prefill/decode",
+    threats=frozenset(),
+    residue="ciphertext of KV in the buffers of a socket until it is read; the keys of a connection until it ends",
+    where=("host memory",),
+    attack="tap; another process asks for KV, or offers some; records are changed, repeated or left out",
+    mitigations=(
+        "engines of one sealed node only, which one statement attests",
+        "AES-256-GCM under keys of each connection, in locked memory, which nobody can compute later",
+        "a source gives the KV of a request that it has, or holds for the engine that goes on with it, and no other",
     ),
 )
 _TLS_THREAT: Final = ThreatProfile(
@@ -306,6 +319,16 @@ KV_TRANSPORTS.register("shm", _SHM_THREAT)(SharedMemoryTransport)
 KV_TRANSPORTS.register("unix", _UNIX_THREAT)(UnixTransport)
 KV_TRANSPORTS.register("tls", _TLS_THREAT)(TlsTransport)
 KV_TRANSPORTS.register("mooncake", _MOONCAKE_THREAT)(MooncakeTransport)
+
+
+def _refuse_sealed(_: bytes) -> KVTransport:
+    raise ConfigError(
+        "kv_transfer sealed is between engines of a sealed node, which get descriptors for it; set it to shm",
+        param="kv_transfer",
+    )
+
+
+KV_TRANSPORTS.register(SEALED, _SEALED_THREAT)(_refuse_sealed)
 
 
 def parse_places(setting: str) -> list[tuple[str, str]]:

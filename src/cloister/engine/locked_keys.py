@@ -115,15 +115,19 @@ class LockedKeys:
         self._free += [memory[start : start + KEY_BYTES] for start in range(0, mmap.PAGESIZE, KEY_BYTES)]
 
 
-def lock_keys() -> LockedKeys:
-    """Returns memory for keys. Raises ConfigError if none may be locked here."""
+def lock_keys(setting: str = "kv_tier") -> LockedKeys:
+    """Returns memory for keys. Raises ConfigError if none may be locked here.
+
+    Args:
+        setting: what needs it.
+    """
     try:
         return LockedKeys()
     except OSError as error:
         raise ConfigError(
-            f"a KV tier keeps its keys in memory that is not swapped, and none may be locked here ({error.strerror}); raise "
-            "the limit (`ulimit -l 64`; in a container `--ulimit memlock=65536`), or leave kv_tier out",
-            param="kv_tier",
+            f"{setting} keeps its keys in memory that is not swapped, and none may be locked here ({error.strerror}); raise "
+            f"the limit (`ulimit -l 64`; in a container `--ulimit memlock=65536`), or leave {setting} out",
+            param=setting,
         ) from error
 
 

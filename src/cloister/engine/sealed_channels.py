@@ -1,8 +1,9 @@
 """Channels from worker processes to an engine: each process that handles one request has its own, without passing the front.
 
 The listener, an unnamed socket, receives descriptors of new channels. Channels use the frames of `engine.channel` and may send
-only `Submit` and `Abort`. When a channel closes, its requests are aborted. A channel that reuses the id of a running request,
-or sends any other message, is closed: otherwise it could receive another request's outputs.
+only `Submit`, `Abort`, and what has the KV of its own requests pass from one engine of the node to another. When a channel
+closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another one's
+request is closed: otherwise it could receive that one's outputs.
 """
 
 from __future__ import annotations
@@ -18,7 +19,19 @@ import msgspec
 
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
-from cloister.types.events import Abort, Ended, Event, Outputs, Stepped, Submit
+from cloister.types.events import (
+    Abort,
+    CancelPrefetch,
+    Ended,
+    Event,
+    HoldKV,
+    Outputs,
+    PrefetchKV,
+    PrefillDone,
+    Stepped,
+    Submit,
+)
+from cloister.types.request import Request
 
 CONNECT: Final = b"+"
 """The message that accompanies a descriptor."""
@@ -38,6 +51,8 @@ class _Channel:
         self.received = bytearray()
         self.unsent = bytearray()
         self.lock = threading.Lock()
+        self.expected: set[str] = set()  # requests that come later: their KV is loaded before
+        self.left: set[str] = set()  # requests that go on in another engine, which loads their KV from here
 
     def take(self) -> Iterable[bytes]:
         """Yields whole frames.
@@ -122,7 +137,7 @@ class SealedChannels:
         for worker, outputs in by_worker.items():
             self._send(worker, outputs)
         for event in message.events:
-            if isinstance(event, Ended) and event.last:
+            if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
                 self._by_request.pop(event.request_id, None)
         return rest
 
@@ -170,22 +185,47 @@ class SealedChannels:
 
     def _read(self, worker: _Channel, frame: bytes) -> None:
         message = channel.decode_front(frame)
-        if isinstance(message, Submit):
-            request_id = message.request.request_id
-            if request_id in self._by_request or not 1 <= message.request.sampling.n <= self._max_num_seqs:
-                raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
-            self._by_request[request_id] = worker
-            self._input_queue.put(message)
-        elif isinstance(message, Abort) and self._by_request.get(message.request_id) is worker:
-            self._input_queue.put(message)
+        match message:
+            case Submit(request):
+                self._claim(request, worker)
+                worker.expected.discard(request.request_id)
+                if message.hold_kv_s > 0.0:
+                    worker.left.add(request.request_id)
+                self._input_queue.put(message)
+            case PrefetchKV(request):
+                self._claim(request, worker)
+                worker.expected.add(request.request_id)
+                self._input_queue.put(message)
+            case CancelPrefetch(request_id) if request_id in worker.expected:
+                worker.expected.discard(request_id)
+                self._by_request.pop(request_id, None)
+                self._input_queue.put(message)
+            case Abort(request_id) | HoldKV(request_id) if self._by_request.get(request_id) is worker:
+                if isinstance(message, HoldKV):
+                    worker.left.add(request_id)
+                self._input_queue.put(message)
+            case _:
+                pass  # what a worker may not send has no effect
+
+    def _claim(self, request: Request, worker: _Channel) -> None:
+        """Gives a channel the outputs of a request."""
+        is_known = request.request_id in self._by_request and request.request_id not in worker.expected
+        if is_known or not 1 <= request.sampling.n <= self._max_num_seqs:
+            raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
+        self._by_request[request.request_id] = worker
 
     def _drop(self, worker: _Channel) -> None:
         self._selector.unregister(worker.sock)
         self._stuck.discard(worker)
         worker.sock.close()
         for request_id, owner in list(self._by_request.items()):  # copy it: the engine's thread removes entries
-            if owner is worker:
+            if owner is worker and request_id in worker.expected:
+                del self._by_request[request_id]
+                self._input_queue.put(CancelPrefetch(request_id))
+            elif owner is worker:
                 self._input_queue.put(Abort(request_id))
+        for request_id in worker.left:
+            self._input_queue.put(HoldKV(request_id, 0.0))
 
 
 def _without_content(event: Event) -> Event:

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -22,6 +22,7 @@ from cloister.engine.channel import MessageStream
 from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.kv_pool import KVPool, PoolSeat
+from cloister.engine.kv_unit import KVUnit, UnitSeat
 from cloister.engine.sealed_channels import open_listener
 from cloister.engine.supervision import STACKS_SIGNAL, Supervision
 from cloister.types.config import EngineConfig
@@ -128,6 +129,7 @@ class ProcessTransport(_ChannelTransport):
             the profile requires it.
         kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
         kv_pool: memory that several engines share for KV; each engine process gets a seat.
+        kv_unit: the engines of a sealed node that exchange KV, in place of `kv_secret`.
         replica: which of several replicas it is (`Boot.replica`).
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
         keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`), and takes
@@ -145,6 +147,7 @@ class ProcessTransport(_ChannelTransport):
         keep_listener: Callable[[socket.socket], None] | None = None,
         kv_secret: bytes | None = None,
         kv_pool: KVPool | None = None,
+        kv_unit: KVUnit | None = None,
         replica: int | None = None,
     ) -> None:
         self.ready: Ready | None = None
@@ -156,7 +159,7 @@ class ProcessTransport(_ChannelTransport):
         self._fork_server = fork_server
         self._keep_listener = keep_listener
         self._kv_secret = kv_secret
-        self._kv_pool = kv_pool
+        self._kv_pool, self._kv_unit = kv_pool, kv_unit
         self._seat: PoolSeat | None = None
         self._replica = replica
         self._process: ProcessHandle | None = None
@@ -200,8 +203,15 @@ class ProcessTransport(_ChannelTransport):
             import_path = [path for path in sys.path if path]
             is_restart = self.ready is not None
             seat = None if self._kv_pool is None else self._kv_pool.take_seat()
+            secret, unit_seat = self._kv_secret, None
+            unit_ends: Sequence[socket.socket] = ()
+            if self._kv_unit is not None:
+                unit_seat = UnitSeat(self._replica or 0)
+                secret, unit_ends = self._kv_unit.secret, self._kv_unit.admit(unit_seat.index)
+                for end in unit_ends:
+                    unused.enter_context(end)
             boot = channel.Boot(
-                self._entry, config, import_path, self._log_format, self._kv_secret, is_restart, self._replica, seat
+                self._entry, config, import_path, self._log_format, secret, is_restart, self._replica, unit_seat, seat
             )
             near, far = socket.socketpair()
             on_failure = unused.enter_context(contextlib.ExitStack())
@@ -217,6 +227,7 @@ class ProcessTransport(_ChannelTransport):
             for fd in (stacks_fd, far_stacks_fd):
                 os.set_blocking(fd, False)  # an engine that hangs must not wait in its signal handler too
             descriptors = [far_stacks_fd, *([] if listener is None else [listener.fileno()])]
+            descriptors += [end.fileno() for end in unit_ends]
             if seat is not None and self._kv_pool is not None:
                 descriptors.append(self._kv_pool.fd)
             socket.send_fds(near, [channel.frame(boot)], descriptors)
@@ -393,13 +404,13 @@ class SealedWorkerTransport(_ChannelTransport):
         self.ready: Ready | None = ready
         self._sock: socket.socket | None = None
 
-    def attach(self, sock: socket.socket) -> None:
-        """Sets the channel. Called once, before the client starts."""
+    def attach(self, sock: socket.socket | None) -> None:
+        """Sets the channel; None: the engine does not run, which `run` says. Called once, before the client starts."""
         self._sock = sock
 
     async def open(self, config: EngineConfig) -> None:
-        assert self._sock is not None, "attach the channel first"
-        self._messages = await MessageStream.open(self._sock)
+        if self._sock is not None:
+            self._messages = await MessageStream.open(self._sock)
 
     def send(self, message: FrontMessage) -> None:
         if self._messages is None:

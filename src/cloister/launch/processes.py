@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.launch.backend import chosen_backend
 from cloister.trust import hardening
+from cloister.trust.attestation.unit import engine_name
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import ConfigError
 
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from cloister.engine.child_process import ProcessHandle
     from cloister.engine.fork_server import ForkServer
     from cloister.engine.kv_pool import KVPool
+    from cloister.engine.kv_unit import KVUnit
     from cloister.engine.replica_snapshot import Role
     from cloister.types.request import ModelInfo
 
@@ -34,20 +36,23 @@ if TYPE_CHECKING:
 NUM_SPARE_PARTS: Final = 2
 """Parts of a shared KV tier beyond one for each replica: a rolling update starts an engine beside the others, while the part of
 the one before may still be wiped. What is not written takes no memory."""
+KeepListener = Callable[[int, socket.socket], None]
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
 
-def make_engine(
-    config: EngineConfig, front: ServerConfig, keep_listener: Callable[[socket.socket], None] | None = None
-) -> RequestClient:
+def make_engine(config: EngineConfig, front: ServerConfig, keep_listener: KeepListener | None = None) -> RequestClient:
     """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines, here or
-    where Ray puts them."""
+    where Ray puts them.
+
+    Args:
+        keep_listener: called with an index and the listener of each engine process of a sealed node, and takes ownership of it.
+    """
     if front.on == "ray":
         return _make_placed_replicas(config, front)
     fork_server = _make_fork_server(config, front)
     if front.replicas > 1:
-        return _make_replicas(config, front, fork_server)
+        return _make_replicas(config, front, fork_server, keep_listener)
     return _make_client(config, front, fork_server, keep_listener)
 
 
@@ -66,10 +71,11 @@ def _make_client(
     config: EngineConfig,
     front: ServerConfig,
     fork_server: ForkServer | None,
-    keep_listener: Callable[[socket.socket], None] | None = None,
+    keep_listener: KeepListener | None = None,
     kv_secret: bytes | None = None,
     kv_pool: KVPool | None = None,
     replica: int | None = None,
+    kv_unit: KVUnit | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
 
@@ -78,23 +84,30 @@ def _make_client(
         SEALED_ENGINE_ENTRY if is_sealed else ENGINE_ENTRY,
         supervision=Supervision(idle_timeout_s=front.idle_timeout_s),
         log_format=front.log_format,
-        spawn=_start_sealed_engine if is_sealed else None,
+        spawn=partial(_start_sealed_engine, replica or 0) if is_sealed else None,
         fork_server=fork_server,
-        keep_listener=keep_listener,
+        keep_listener=None if keep_listener is None else partial(keep_listener, replica or 0),
         kv_secret=kv_secret,
         kv_pool=kv_pool,
+        kv_unit=kv_unit,
         replica=replica,
     )
     return EngineClient(transport, config)
 
 
-def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None) -> ReplicaSet:
+def _make_replicas(
+    config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None, keep_listener: KeepListener | None
+) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
     from cloister.cluster.rolling_update import EngineRelease
+    from cloister.cluster.sealed_unit import SealedUnit
+    from cloister.engine.kv_unit import KVUnit
 
     each = replace(config, memory_share=config.memory_share / front.replicas)
-    kv_secret = _draw_kv_secret(config)
+    is_unit = keep_listener is not None and config.kv_transfer is not None
+    kv_unit = KVUnit() if is_unit else None
+    kv_secret = None if is_unit else _draw_kv_secret(config)
     kv_pool = _make_kv_pool(config, front.replicas + NUM_SPARE_PARTS)
 
     def make_release(model: str) -> EngineRelease:
@@ -106,11 +119,11 @@ def _make_replicas(config: EngineConfig, front: ServerConfig, fork_server: ForkS
         return EngineRelease(own.model, partial(make, own, server), config.request_timeout_s)
 
     def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
-        return _make_client(replace(own, lora=lora), front, server, kv_secret=kv_secret, kv_pool=kv_pool, replica=index)
+        return _make_client(replace(own, lora=lora), front, server, keep_listener, kv_secret, kv_pool, index, kv_unit)
 
     release = release_of(each, fork_server)
     clients = [release.make(index, config.lora) for index in range(front.replicas)]
-    replicas = ReplicaSet(
+    replicas = (ReplicaSet if keep_listener is None else SealedUnit)(
         clients,
         _router_maker(config, front),
         _cluster_config(front),
@@ -248,12 +261,12 @@ def _hot_prefixes_maker(config: EngineConfig, front: ServerConfig) -> MakeHotPre
     return lambda model: HotPrefixes(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom())
 
 
-def _start_sealed_engine(far: socket.socket) -> ProcessHandle:
-    """Has the starter create an engine process: in a sealed node no program is executed."""
+def _start_sealed_engine(index: int, far: socket.socket) -> ProcessHandle:
+    """Has the starter create an engine process: in a sealed node no program is executed. The evidence has a name for each."""
     state = hardening.sealed()
     assert state is not None
     assert state.starter is not None
-    return state.starter.start("engine", [], far.fileno())
+    return state.starter.start("engine", [], far.fileno(), engine_name(index))
 
 
 def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:

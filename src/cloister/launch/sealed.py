@@ -143,7 +143,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         engine.health,
         evidence=announcer.evidence,
         gateway_secret=gateway_secret,
-        max_workers=config.max_num_seqs + WAITING_WORKERS,
+        max_workers=front.replicas * config.max_num_seqs + WAITING_WORKERS,
     )
     announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
 

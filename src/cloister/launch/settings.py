@@ -37,6 +37,10 @@ OFFLINE_STALL: Final = 100.0
 LOCAL: Final = "local"
 """Replicas are processes of this machine."""
 DRAWN: Final = "capacity_random"
+SEALED_LINKS: Final = "sealed"
+"""The transport of KV inside a sealed node (`engine.kv_unit`)."""
+MAX_SEALED_ENGINES: Final = 12
+"""Each states its measures by itself, and a statement has room for so many."""
 """The router that nobody can steer."""
 
 
@@ -159,12 +163,26 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
         return
     from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
 
-    policy.check({"kv-transfer": Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
+    feature = "sealed-kv-transfer" if server.sealed else "kv-transfer"
+    policy.check({feature: Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
     is_through_mooncake = any(name == "mooncake" for name, _ in parse_places(config.kv_transfer))
     policy.check({"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")})
     for name, _ in parse_places(config.kv_transfer):
         entry = Entry.of(KV_TRANSPORTS, name)
         policy.check_entry(entry.kind, entry.name, entry.threat)
+    if server.sealed != (config.kv_transfer == SEALED_LINKS):
+        raise ConfigError(
+            f"engines of a sealed node exchange KV over links of their own; set kv_transfer to {SEALED_LINKS}"
+            if server.sealed
+            else f"kv_transfer {SEALED_LINKS} is between engines of a sealed node; add sealed, or set it to shm",
+            param="kv_transfer",
+        )
+    if server.sealed and not (server.prefill or server.decode):
+        raise ConfigError(
+            "in a sealed node KV passes from engines that compute prompts to those that go on; set prefill and decode, or leave"
+            " kv_transfer out",
+            param="kv_transfer",
+        )
     if lacks_address(config.kv_transfer) != (server.on != LOCAL):
         raise ConfigError(
             f"on {server.on}, engines are on several machines, and listen on their addresses; set kv_transfer to shm,tls"
@@ -320,9 +338,8 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
             f"replicate_hot_prefixes copies KV between replicas; set kv_transfer to {where}, or leave it out",
             param="replicate_hot_prefixes",
         )
-    for name, asked in (("replicas", server.replicas > 1), ("on", server.on != LOCAL)):
-        if asked and server.sealed:
-            raise ConfigError(f"a sealed node has one engine, its own; leave {name} out, and start more nodes", param=name)
+    if server.sealed:
+        _check_sealed_replicas(server)
     if server.on == LOCAL and server.ray_address is not None:
         raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
     if server.on != LOCAL and server.idle_timeout_s is not None:
@@ -338,6 +355,31 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
             "max_ttft_s needs the router that predicts it; set router to conductor, and replicas to 2 or more",
             param="max_ttft_s",
         )
+
+
+def _check_sealed_replicas(server: ServerConfig) -> None:
+    """Refuses replicas that one statement cannot cover, and what needs a front that sees requests."""
+    if server.on != LOCAL:
+        raise ConfigError("a sealed node is one machine; leave on out, and start more nodes", param="on")
+    if server.replicas > MAX_SEALED_ENGINES:
+        raise ConfigError(
+            f"a node's statement has room for {MAX_SEALED_ENGINES} engines; set replicas to less, and start more nodes",
+            param="replicas",
+        )
+    if server.router not in (None, DRAWN):
+        raise ConfigError(
+            f"nothing in a sealed node sees what the requests of others are; set router to {DRAWN}, or leave it out",
+            param="router",
+        )
+    needing = {
+        "standby": server.standby > 0,
+        "rebalance": server.rebalance,
+        "verify_replay": server.verify_replay > 0.0,
+        "replicate_hot_prefixes": server.replicate_hot_prefixes,
+        "slow_replicas": server.slow_replicas == "avoid",
+    }
+    for name in (name for name, is_asked in needing.items() if is_asked):
+        raise ConfigError(f"the front of a sealed node sees no request, so it cannot do this; leave {name} out", param=name)
 
 
 def _check_roles(server: ServerConfig) -> None:
@@ -361,7 +403,7 @@ def _check_roles(server: ServerConfig) -> None:
 def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
     """Refuses roles without a way for KV, once the profile has allowed roles: what it says to set, the profile allows too."""
     if (server.prefill or server.decode) and config.kv_transfer is None:
-        where = "shm" if server.on == LOCAL else "shm,tls"
+        where = SEALED_LINKS if server.sealed else "shm" if server.on == LOCAL else "shm,tls"
         raise ConfigError(
             f"with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to {where}",
             param="prefill",
@@ -380,14 +422,19 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     from cloister.cluster import ROUTERS  # not before the engine, if there is only one
 
     if server.config.router is None:
-        may_steer = policy.allows("load-routing")
-        name, why = ("least_load", "default") if may_steer else (DRAWN, "the profile allows no router that can be steered")
+        may_steer = policy.allows("load-routing") and not server.config.sealed
+        no_other = (
+            "nothing in a sealed node sees the load"
+            if server.config.sealed
+            else "the profile allows no router that can be steered"
+        )
+        name, why = ("least_load", "default") if may_steer else (DRAWN, no_other)
         server = server.explain(router=(name, why))
     name = str(server.config.router)
     entry = Entry.of(ROUTERS, name)
     policy.check_entry(entry.kind, entry.name, entry.threat)
     if server.config.slow_replicas is None:
-        may_avoid = policy.allows("slow-replicas")
+        may_avoid = policy.allows("slow-replicas") and not server.config.sealed
         what, why = (
             ("avoid", "default") if may_avoid else ("report", "the profile lets no measured time decide where requests go")
         )
@@ -397,7 +444,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
         {
             "load-routing": Use(name != DRAWN, f"setting `router` {name}"),
             "length-prediction": Use(ROUTERS.get(name).predicts_lengths, f"setting `router` {name}"),
-            "disaggregation": Use(has_roles, "setting `prefill`"),
+            "sealed-disaggregation" if server.config.sealed else "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
             "hot-prefixes": Use(server.config.replicate_hot_prefixes, "setting `replicate_hot_prefixes`"),

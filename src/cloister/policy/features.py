@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.policy.matrix import ONE_USER, STEERED, row_of
+from cloister.policy.matrix import KV_STAYS, ONE_USER, STEERED, row_of
 from cloister.policy.verdict import Judgement, Profile, Ruling, Verdict, allow, mitigate, name_rulings, refuse
 from cloister.types.threat import ThreatProfile
 
@@ -103,6 +103,8 @@ _DRAWN_STANDBY = mitigate(
     "only an engine that has ended loses its place, as it would its requests anyway; who takes it is drawn at random"
 )
 _STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
+_AMONG_ENGINES = mitigate(row_of("disaggregation").rulings[Profile.TEAM].text)
+_NOT_ATTESTED = refuse("KV may travel between attested peers only, and nobody has attested those of a plain server")
 _PLACED = "front and replicas know each other's certificates; neither a request nor a key passes the orchestrator"
 _UNATTESTED = refuse("nobody has attested the machines on which an orchestrator puts replicas")
 _STEERED_BY_TIMES = refuse(
@@ -361,6 +363,20 @@ _FEATURES: Final = (
         title="Prefill and decode on different replicas",
         does="has some replicas compute prompts, and others go on with the answers",
         endangers="KV travels between processes",
+        part="plain",
+        open=allow(ONE_USER),
+        team=_AMONG_ENGINES,
+        private=_NOT_ATTESTED,
+        paranoid=KV_STAYS,
+        instead="leave `prefill` and `decode` out, or serve from a sealed node",
+    ),
+    _feature(
+        "sealed-disaggregation",
+        row="disaggregation",
+        setting="prefill of a sealed node",
+        title="Prefill and decode on different engines of a sealed node",
+        does="has some engines compute prompts, and others go on with the answers; settings and evidence say how many",
+        endangers="KV travels between processes",
         instead="leave `prefill` and `decode` out",
     ),
     _feature(
@@ -405,7 +421,21 @@ _FEATURES: Final = (
         title="KV between replicas",
         does="lets a replica load cached KV from another one in place of computing it",
         endangers="KV of requests is in transit, and a replica that asks for more than it should raises its hits",
+        part="plain-transfer",
+        open=allow(ONE_USER),
+        team=_AMONG_ENGINES,
+        private=_NOT_ATTESTED,
+        paranoid=KV_STAYS,
         instead="leave the setting `kv_transfer` out; replicas compute what they need",
+    ),
+    _feature(
+        "sealed-kv-transfer",
+        row="disaggregation",
+        setting="kv_transfer sealed",
+        title="KV between engines of a sealed node",
+        does="lets the engine that goes on with a request load its KV from the one that computed its prompt",
+        endangers="KV of requests is in transit, and an engine that asks for more than it should raises its hits",
+        instead="leave the settings `kv_transfer`, `prefill` and `decode` out",
     ),
     _feature(
         "kv-transfer-mooncake",

@@ -80,7 +80,7 @@ _WIPE = mitigate("a freed block is wiped before another request can get it, in e
 _COPIES_COMPETE = refuse(
     "copies have no owner, so whether one is there depends on what other tenants' requests need, who could tell by its hits"
 )
-_NO_ENSEMBLE = refuse("copies may be inside one attested ensemble only, and a sealed node has one engine")
+_COPIES_STEER = refuse("others' requests would decide which engine has a copy, and so where requests are quick")
 _KNOWN_KEYS = mitigate(
     "an engine asks engines of its own front only, and by prefix keys, which are seeded by the scope: it can name only blocks "
     "of scopes whose requests it was given"
@@ -96,7 +96,12 @@ _DRAINED_ONLY = mitigate(
 _AMONG_ENGINES = mitigate(
     "between engines that know a secret drawn at each start: on one machine through sockets of one user, else over mutual TLS"
 )
-_UNENCRYPTED = refuse("KV may travel encrypted between attested peers only, and there is no such channel")
+_NO_PULLING = refuse("no cache is pulled: in a sealed node KV moves only with its own request (disaggregated prefill/decode)")
+_ATTESTED_PEERS = mitigate(
+    "inside a sealed node only, whose engines one statement attests: AES-256-GCM under keys of each connection, in locked "
+    "memory and gone with it; a source gives KV of a request that goes on elsewhere, and of no other"
+)
+KV_STAYS = refuse("KV never leaves the engine that computed it")
 _COPIES_STAY = refuse(
     "only sessions would use it, and copies of KV on their way there and back are not overwritten before their memory is reused"
 )
@@ -200,7 +205,7 @@ ROWS: tuple[Row, ...] = (
         steering=Steering(
             "duplication", "copies the target's cache to a captured node", "copies others' caches away from that node"
         ),
-        open=allow(ONE_USER), team=_COPIES_COMPETE, private=_NO_ENSEMBLE,
+        open=allow(ONE_USER), team=_COPIES_COMPETE, private=_COPIES_STEER,
         paranoid=refuse("copies exist only for reuse, and this profile reuses nothing"),
     ),
     _row(
@@ -211,7 +216,7 @@ ROWS: tuple[Row, ...] = (
             "has attested the engines to each other",
         ),
         steering=Steering("pulling", "pulls from the target's cache"),
-        open=allow(ONE_USER), team=_KNOWN_KEYS, private=_UNENCRYPTED,
+        open=allow(ONE_USER), team=_KNOWN_KEYS, private=_NO_PULLING,
         paranoid=refuse("only caches are pulled, and this profile reuses nothing"),
     ),
     _row(
@@ -229,10 +234,10 @@ ROWS: tuple[Row, ...] = (
         _threat(
             "disaggregated prefill/decode", "", residue="KV in flight", where=(_NETWORK,), attack="tap",
             mitigation="sockets of one user on one machine, else mutual TLS, between engines that know a secret of one front; "
-            "refused where peers must be attested",
+            "where peers must be attested, encrypted links inside one sealed node",
         ),
         threat_note="T with flip",
-        open=allow(ONE_USER), team=_AMONG_ENGINES, private=_UNENCRYPTED, paranoid=_UNENCRYPTED,
+        open=allow(ONE_USER), team=_AMONG_ENGINES, private=_ATTESTED_PEERS, paranoid=KV_STAYS,
     ),
     _row(
         "priority",

@@ -140,7 +140,7 @@ def _resolve_engines(policy: Policy, server: Resolved[ServerConfig]) -> Resolved
     policy.check({"idle-engines": Use(config.idle_timeout_s is not None, _source_of(server, "idle_timeout_s"))})
     if config.sealed and (config.idle_timeout_s is not None or config.fork_server):
         raise ConfigError(
-            "a sealed node has one engine, which its starter makes; leave idle_timeout_s and fork_server out",
+            "the starter of a sealed node makes its engines; leave idle_timeout_s and fork_server out",
             param="idle_timeout_s" if config.idle_timeout_s is not None else "fork_server",
         )
     chosen = policy.resolve("fork-server", config.fork_server, _source_of(server, "fork_server"))
@@ -148,7 +148,7 @@ def _resolve_engines(policy: Policy, server: Resolved[ServerConfig]) -> Resolved
         ruling = policy.ruling("fork-server")
         why = f"{ruling.rule}: {ruling.text}"
         if config.sealed:
-            chosen, why = False, "the starter of a sealed node makes its engine"
+            chosen, why = False, "the starter of a sealed node makes its engines"
         elif config.on != "local":
             chosen, why = False, "an engine on another machine starts by itself"
         server = server.explain(fork_server=(chosen, why))

@@ -109,7 +109,7 @@ def read_attesting(front: ServerConfig) -> Attesting:
         raise ConfigError("NVIDIA's collateral is for evidence of GPUs; add --attest-gpus", param="nvidia_collateral")
     makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
     boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
-    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity, front.member_key)
+    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity or front.replicas, front.member_key)
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:

@@ -58,9 +58,14 @@ class KVExports:
 
     Args:
         requests: the scheduler's requests.
+
+    Attributes:
+        of_requests_only: a query gets something only if this engine has its request, or holds KV of it for the one that goes on
+            with it; what is cached besides is not given away.
     """
 
     def __init__(self, requests: RequestTable) -> None:
+        self.of_requests_only = False
         self._requests = requests
         self._leases = requests.leases
         self._num_groups = requests.pool.num_groups
@@ -144,10 +149,19 @@ class KVExports:
             return None
         return sequence.num_kept
 
+    def _is_routed(self, query: KVQuery) -> bool:
+        """Whether a query is for a request that was handed on from here, or may be."""
+        state = self._requests.request_states.get(query.request_id)
+        if state is not None:
+            return state.root == query.root
+        return self._leases is not None and query.request_id in self._leases
+
     def _find(self, number: int, export: _Export, now: float) -> None:
         """Leases entries behind those that were found."""
         assert self._leases is not None
         query, start = export.query, export.num_found
+        if self.of_requests_only and not self._is_routed(query):
+            return
         until_s = now + (FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S)
         table = self._leases.take(_name(number), query.keys, until_s, start=start)
         export.num_found = start + len(table) // self._num_groups

@@ -325,9 +325,12 @@ class Scheduler:
             self._requests.wait_for_slots(state)
 
     def hold(self, request_id: str, hold_s: float, now: float) -> None:
-        """Leases what a request has in the prefix cache so far; does nothing if it has already ended."""
+        """Leases what a request has in the prefix cache so far, if it has not ended; 0 seconds end that."""
         state = self._requests.request_states.get(request_id)
-        if state is not None:
+        if hold_s <= 0.0:
+            if self._requests.leases is not None:
+                self._requests.leases.drop(request_id)
+        elif state is not None:
             self._requests.hold(state, hold_s, now)
 
     def report_kept(self, scope: Scope) -> list[tuple[str, KeptUsage]]:

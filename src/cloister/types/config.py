@@ -378,7 +378,9 @@ class ServerConfig:
         None,
         "File of a sealed node's member key (`cloister log key --role node`); clients  draw members only.",
     )
-    node_capacity: int = setting(1, "Weight of a sealed node when clients draw.", low=1, high=1_000_000)
+    node_capacity: int | None = setting(
+        None, "Weight of a sealed node when clients draw; default: its replicas.", low=1, high=1_000_000
+    )
     keep_responses: bool | None = setting(
         None,
         "Keep conversations of `/v1/responses` in memory for an hour; unset, the profile's default.",

@@ -242,7 +242,7 @@ class Abort(msgspec.Struct, frozen=True, tag=True):
 
 class HoldKV(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: the KV that a request has so far stays cached for `hold_s` seconds, or until another engine has loaded
-    it, even if the request ends."""
+    it, even if the request ends. 0 ends that."""
 
     request_id: str
     hold_s: float

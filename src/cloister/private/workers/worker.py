@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+import msgspec
 from starlette.types import ASGIApp, Message
 
-from cloister.engine import EngineClient, SealedWorkerTransport
+from cloister.cluster.sealed_unit import connect_engines
+from cloister.engine import SealedWorkerTransport
+from cloister.engine.kv_unit import endpoint_of
 from cloister.models.image_processing import has_pillow, open_image_processor
 from cloister.policy import Gate, Policy, read_credentials
 from cloister.private.gateway import NODE_PATH
@@ -38,6 +41,7 @@ from cloister.trust.sealing import (
     encode_request,
     seal_chunked_request,
 )
+from cloister.types.events import Ready
 
 _LIMIT_BYTES = 2**20
 _REHEARSED = (
@@ -55,7 +59,7 @@ class NodeServing:
 
     Args:
         node: opens and seals (`private.node.node_app`).
-        link: connects the node to the engine through a channel.
+        link: connects the node to its engines through a channel each.
         rehearsal: the same node with a temporary key, whose configuration is `configuration`; dropped after the warm-up.
         close: locks down this process once everything is loaded.
         decoder: decodes the images of a request; None for a model that takes none.
@@ -64,7 +68,7 @@ class NodeServing:
     def __init__(
         self,
         node: ASGIApp,
-        link: Callable[[socket.socket], Awaitable[None]],
+        link: Callable[[Sequence[socket.socket | None]], Awaitable[None]],
         unsealer: RemoteUnsealer,
         rehearsal: ASGIApp,
         configuration: KeyConfiguration,
@@ -96,11 +100,11 @@ class NodeServing:
             await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
         self._rehearsal = None
 
-    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
         if self._decoder is not None:
             self._decoder.fork()  # before there is anything of the request here
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
-        await self._link(engine)
+        await self._link(engines)
         self._unsealer.attach(key_service)
         head = await receive_for_worker(reader)
         if not isinstance(head, Head):
@@ -149,8 +153,8 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         reuses_prefixes=bool(boot.engine.prefix_cache),
         sealed=True,
     )
-    transport, unsealer = SealedWorkerTransport(boot.ready), RemoteUnsealer()
-    engine = EngineClient(transport, boot.engine)
+    unsealer, transports = RemoteUnsealer(), [SealedWorkerTransport(ready) for ready in _list_engines(boot)]
+    engine = connect_engines(transports, boot.engine, boot.server)
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)
     server = replace(boot.server, host=NOWHERE, page=False, log_requests=False, otlp_endpoint=None, allowed_origins=None)
@@ -165,8 +169,9 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         open_decoding=decoder.open if decoder is not None else None,
     )
 
-    async def link(channel: socket.socket) -> None:
-        transport.attach(channel)
+    async def link(channels: Sequence[socket.socket | None]) -> None:
+        for transport, channel in zip(transports, channels, strict=True):
+            transport.attach(channel)
         await engine.start()
 
     config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
@@ -174,6 +179,13 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
     rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))
     return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close, decoder)
+
+
+def _list_engines(boot: ZygoteBoot) -> Iterator[Ready]:
+    """Yields what each engine of the node says of itself: they differ in where the others load its KV from."""
+    for index in range(boot.server.replicas):
+        endpoint = None if boot.engine.kv_transfer is None else endpoint_of(index)
+        yield msgspec.structs.replace(boot.ready, kv_endpoint=endpoint)
 
 
 def _make_decoder(path: Path) -> ForkedDecoder | None:

@@ -23,7 +23,7 @@ from cloister.private.workers.key_service import KeyServiceBoot, KeyServiceReady
 from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.private.workers.metrics import Figures
 from cloister.private.workers.wire import BodyPiece, Gone, Head, SealedPart, Start, frame, receive_for_front, to_asgi
-from cloister.private.workers.zygote import ENGINE_LISTENER, KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady
+from cloister.private.workers.zygote import KEY_SERVICE_LISTENER, MESSAGE_BYTES, WORK, ZygoteBoot, ZygoteReady, engine_listener
 from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.trust.tokens.redeem import BUDGET_FIELD
 from cloister.types.errors import CloisterError, EngineError
@@ -82,7 +82,7 @@ class WorkerPool:
         self._zygote: socket.socket | None = None
         self._processes: list[ProcessHandle] = []
         self._turn = asyncio.Lock()
-        self._engine_listener: socket.socket | None = None
+        self._engine_listeners: dict[int, socket.socket] = {}  # that the zygote does not have yet
         self.unsealer = RemoteUnsealer()
         self.memory = ""
 
@@ -97,11 +97,17 @@ class WorkerPool:
             return "the key service or the zygote of this node has ended; start the node again"
         return None
 
-    def keep_listener(self, listener: socket.socket) -> None:
-        """Passes on the listener of a new engine; this process keeps no access to the engine's content."""
-        self._engine_listener = listener
+    def keep_listener(self, index: int, listener: socket.socket) -> None:
+        """Passes on the listener of a new engine; this process keeps no access to the engine's content.
+
+        Args:
+            index: which of the node's engines it is.
+        """
+        if (old := self._engine_listeners.pop(index, None)) is not None:
+            old.close()
+        self._engine_listeners[index] = listener
         if self._zygote is not None:
-            self._pass_listener(self._zygote)
+            self._pass_listeners(self._zygote)
 
     async def open(self, key_service: KeyServiceBoot, zygote: ZygoteBoot) -> None:
         """Starts both; the engine must have been started.
@@ -121,7 +127,7 @@ class WorkerPool:
         with near, far:  # the key service accepts no other, so from here on this process cannot get a request's secrets
             socket.send_fds(self._key_service, [CONNECT], [far.fileno()])
             socket.send_fds(self._zygote, [KEY_SERVICE_LISTENER], [near.fileno()])
-        self._pass_listener(self._zygote)
+        self._pass_listeners(self._zygote)
 
     async def fork(self) -> socket.socket:
         """Requests a worker and returns the socket to it.
@@ -153,15 +159,15 @@ class WorkerPool:
         for process in self._processes:
             while process.poll() is None:
                 pass
-        for sock in (self._key_service, self._zygote, self._engine_listener):
+        for sock in (self._key_service, self._zygote, *self._engine_listeners.values()):
             if sock is not None:
                 sock.close()
 
-    def _pass_listener(self, zygote: socket.socket) -> None:
-        listener, self._engine_listener = self._engine_listener, None
-        if listener is not None:
+    def _pass_listeners(self, zygote: socket.socket) -> None:
+        while self._engine_listeners:
+            index, listener = self._engine_listeners.popitem()
             with listener:
-                socket.send_fds(zygote, [ENGINE_LISTENER], [listener.fileno()])
+                socket.send_fds(zygote, [engine_listener(index)], [listener.fileno()])
 
     async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -7,13 +7,14 @@ the key service) and reads none of them. A worker serves one exchange and exits,
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import importlib
 import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
 import msgspec
@@ -29,7 +30,8 @@ from cloister.types.processes import count_threads, end_with_parent, name_proces
 
 MESSAGE_BYTES: Final = 1 << 20
 ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
-"""Commands to a zygote, each with a descriptor: a new engine's listener, the key service's, and an exchange to serve."""
+"""Commands to a zygote, each with a descriptor: a new engine's listener (`engine_listener`), the key service's, and an exchange
+to serve."""
 TAKEN: Final = b"+"
 """The reply to `WORK`; a listener gets none."""
 LIFE_MARGIN_S: Final = 120
@@ -41,7 +43,7 @@ class ZygoteBoot(msgspec.Struct, frozen=True):
 
     Attributes:
         entry: "module:function"; the function takes this and returns a Serving.
-        ready: the engine's description of itself.
+        ready: the engines' description of themselves.
         import_path: the front's `sys.path`.
     """
 
@@ -69,11 +71,20 @@ class Serving(Protocol):
     def close(self) -> None:
         """Drops privileges of this process, and of all that it forks, that are no longer needed."""
 
-    async def serve(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
-        """Serves one exchange."""
+    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+        """Serves one exchange.
+
+        Args:
+            engines: a channel to each engine of the node; None for one that does not run. One runs at least.
+        """
 
 
 Factory = Callable[[ZygoteBoot], Serving]
+
+
+def engine_listener(index: int) -> bytes:
+    """Returns the command that brings the listener of an engine."""
+    return ENGINE_LISTENER + str(index).encode()
 
 
 class Zygote:
@@ -81,11 +92,13 @@ class Zygote:
 
     Args:
         control: receives the front's commands.
+        num_engines: of the node.
         life_s: a worker is killed after this time, in seconds.
     """
 
-    def __init__(self, control: socket.socket, serving: Serving, life_s: float) -> None:
+    def __init__(self, control: socket.socket, serving: Serving, num_engines: int, life_s: float) -> None:
         self._control = control
+        self._num_engines = num_engines
         self._serving = serving
         self._life_s = life_s
         self._listeners: dict[bytes, socket.socket] = {}
@@ -108,23 +121,39 @@ class Zygote:
             _reap()
 
     def _work(self, front: socket.socket) -> None:
-        """Forks a worker. If engine or key service cannot be reached, none is forked and the front's exchange is closed."""
-        with front:
+        """Forks a worker. If no engine or not the key service can be reached, none is forked and the front's exchange is
+        closed."""
+        with contextlib.ExitStack() as opened:
+            opened.enter_context(front)
             try:
-                with self._channel(ENGINE_LISTENER) as engine, self._channel(KEY_SERVICE_LISTENER) as key_service:
-                    if os.fork() == 0:
-                        self._become_worker(front, engine, key_service)
+                engines = [self._engine_channel(index) for index in range(self._num_engines)]
+                for engine in engines:
+                    if engine is not None:
+                        opened.enter_context(engine)
+                key_service = opened.enter_context(self._channel(KEY_SERVICE_LISTENER, socket.SOCK_SEQPACKET))
+                if any(engines) and os.fork() == 0:
+                    self._become_worker(front, engines, key_service)
             except (OSError, KeyError):
                 return
 
-    def _channel(self, listener: bytes) -> socket.socket:
-        kind = socket.SOCK_STREAM if listener == ENGINE_LISTENER else socket.SOCK_SEQPACKET
+    def _engine_channel(self, index: int) -> socket.socket | None:
+        """Returns a channel to an engine; None if it does not run."""
+        try:
+            return self._channel(engine_listener(index), socket.SOCK_STREAM)
+        except (OSError, KeyError):
+            return None
+
+    def _channel(self, listener: bytes, kind: socket.SocketKind) -> socket.socket:
         near, far = socket.socketpair(socket.AF_UNIX, kind)
-        with far:
-            socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()])
+        try:
+            with far:
+                socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()])
+        except BaseException:
+            near.close()
+            raise
         return near
 
-    def _become_worker(self, front: socket.socket, engine: socket.socket, key_service: socket.socket) -> None:
+    def _become_worker(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
         """Serves one exchange and exits; never returns."""
         status = 1
         try:
@@ -135,7 +164,7 @@ class Zygote:
             signal.setitimer(signal.ITIMER_REAL, self._life_s)
             for sock in (self._control, *self._listeners.values()):
                 sock.close()
-            asyncio.run(self._serving.serve(front, engine, key_service))
+            asyncio.run(self._serving.serve(front, engines, key_service))
             status = 0
         except BaseException as error:
             os.write(2, f"a worker failed: {describe(error) if isinstance(error, Exception) else 'stopped'}\n".encode())
@@ -168,7 +197,7 @@ def main(descriptor: int) -> int:
     gc.collect()
     gc.freeze()  # workers share these pages, so the garbage collector must not touch them
     control.send(msgspec.msgpack.encode(ZygoteReady(num_threads=num_threads)))
-    Zygote(control, serving, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
+    Zygote(control, serving, boot.server.replicas, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
     return 0
 
 

@@ -18,6 +18,7 @@ from cloister.trust.attestation.sev_snp import SnpVerifier
 from cloister.trust.attestation.snp_report import read_report
 from cloister.trust.attestation.software import SoftwareVerifier
 from cloister.trust.attestation.tdx import TdxVerifier, read_quote
+from cloister.trust.attestation.unit import check_unit
 
 _MOST_NAMED = 8
 
@@ -93,6 +94,7 @@ def judge_statement(findings: Findings, statement: Statement, policy: Attestatio
     _check_model(findings, statement, policy)
     _check_configuration(findings, statement, policy)
     _check_hardening(findings, statement, policy)
+    check_unit(findings, statement)
 
 
 def _check_listed(

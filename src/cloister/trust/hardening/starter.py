@@ -69,7 +69,7 @@ class Starter:
     """Client of the starter.
 
     Attributes:
-        results: results of the measures of the latest process of each role.
+        results: results of the measures of the latest process of each role, or of each name.
     """
 
     def __init__(self, sock: socket.socket) -> None:
@@ -77,8 +77,11 @@ class Starter:
         self._sock.settimeout(ANSWER_TIMEOUT_S)
         self.results: dict[str, Results] = {}
 
-    def start(self, role: str, arguments: Sequence[str], descriptor: int) -> Child:
+    def start(self, role: str, arguments: Sequence[str], descriptor: int, name: str = "") -> Child:
         """Creates a process that runs the role's module; its last argument is the descriptor's number.
+
+        Args:
+            name: of the process in the evidence, if there are several with its role.
 
         Raises:
             HardeningError: the role is not one of this node's, or a measure is missing in the new process.
@@ -86,8 +89,8 @@ class Starter:
         answer = self._ask({"do": "start", "role": role, "arguments": list(arguments)}, [descriptor])
         if "error" in answer:
             raise HardeningError(str(answer["error"]))
-        results = Results(role, tuple(Result(**item) for item in answer["results"]))
-        self.results[role] = results
+        results = Results(name or role, tuple(Result(**item) for item in answer["results"]))
+        self.results[results.role] = results
         return Child(int(answer["pid"]), results, self)
 
     def poll(self, pid: int) -> int | None:

@@ -1,0 +1,47 @@
+"""The engines of a sealed node, which are one trust unit: one statement attests all of them, and clients seal to one key.
+
+The front starts and watches them, and sees no request. The worker of a request has a channel to each engine: it draws one by
+capacity, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Final
+
+from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.roles import assign_roles
+from cloister.cluster.routers import ROUTERS, Router
+from cloister.cluster.routers.base import RouterContext
+from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
+from cloister.kv import PrefixKeys
+from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.request import ModelInfo
+
+DRAWN: Final = "capacity_random"
+
+
+class SealedUnit(ReplicaSet):
+    """The engines as the front sees them: it replaces those that die. What it calls a request is only an id."""
+
+    def fault(self) -> str | None:
+        """Returns why an engine will not be started again: a node with fewer engines than it states must end."""
+        return next((fault for replica in self._replicas if (fault := replica.fault()) is not None), None)
+
+
+def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineConfig, front: ServerConfig) -> RequestClient:
+    """Returns a worker's client of the engines behind these transports, which know what the engines say of themselves."""
+    clients = [EngineClient(transport, config) for transport in transports]
+    if len(clients) == 1:
+        return clients[0]
+
+    make = ROUTERS.get(DRAWN)
+
+    def make_router(model: ModelInfo) -> Router:
+        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
+
+    roles = tuple(assign_roles(front.replicas, front.prefill, front.decode))
+    unit = ReplicaSet(clients, make_router, ClusterConfig(roles), config.block_size, avoids_slow=False)
+    unit.model, unit.memory, unit.startup = clients[0].model, clients[0].memory, clients[0].startup  # needed before the start
+    return unit

@@ -1,0 +1,167 @@
+"""How engines of a sealed node reach each other: none of them may open or connect a socket, so descriptors are handed to them.
+
+Each engine has a listener, an unnamed socket that takes descriptors of connections, and the other ends of the others'
+listeners. Engines that start again get new ones, so the front passes their listeners on. It makes no connection itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+SEALED: Final = "sealed"
+"""The transport of KV inside a sealed node (`engine.kv_sealed_link`)."""
+NUM_DESCRIPTORS: Final = 2
+"""What an engine gets of `UnitSeat`: its listener, and the socket over which it hears of the others."""
+_CONNECT: Final = b"+"
+"""The message that brings a listener a connection."""
+_MESSAGE_BYTES: Final = 16
+
+
+class UnitSeat(msgspec.Struct, frozen=True):
+    """An engine's place in its unit; its descriptors come along.
+
+    Attributes:
+        index: which engine of the unit it is.
+    """
+
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """The front's ends of an engine's sockets."""
+
+    listener: socket.socket
+    news: socket.socket
+
+
+class KVUnit:
+    """The engines of one sealed node, as the front introduces them to each other.
+
+    Attributes:
+        secret: what they alone know; drawn here, and in locked memory for as long as the node runs.
+    """
+
+    def __init__(self) -> None:
+        self._members: dict[int, _Member] = {}
+        from cloister.engine.locked_keys import lock_keys  # only where it is used: it imports cryptography
+
+        self._keys = lock_keys("kv_transfer")
+        self._secret = self._keys.draw()
+
+    @property
+    def secret(self) -> bytes:
+        """A copy, for an engine that starts."""
+        secret = self._keys.copy(self._secret)
+        assert secret is not None, "it is kept for as long as the unit"
+        return secret
+
+    def admit(self, index: int) -> tuple[socket.socket, socket.socket]:
+        """Introduces an engine that starts to the others, and these to it. Returns its ends: its listener and its news. An
+        earlier engine with this index is forgotten."""
+        self.dismiss(index)
+        listener, far_listener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        news, far_news = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        for other, member in self._members.items():
+            _introduce(news, other, member.listener)
+            _introduce(member.news, index, listener)
+        self._members[index] = _Member(listener, news)
+        return far_listener, far_news
+
+    def dismiss(self, index: int) -> None:
+        """Forgets an engine."""
+        member = self._members.pop(index, None)
+        if member is not None:
+            member.listener.close()
+            member.news.close()
+
+    def close(self) -> None:
+        """Forgets all engines, and wipes the secret."""
+        for index in list(self._members):
+            self.dismiss(index)
+        self._keys.clear()
+
+
+def endpoint_of(index: int) -> str:
+    """Returns where the others find an engine, also after it started again."""
+    return f"{SEALED}:{index}"
+
+
+def _introduce(news: socket.socket, index: int, listener: socket.socket) -> None:
+    with contextlib.suppress(OSError):  # that engine has ended, and the next one is introduced by `admit`
+        socket.send_fds(news, [str(index).encode()], [listener.fileno()], socket.MSG_DONTWAIT)
+
+
+class UnitPeers:
+    """An engine's side: connects to the others by their indexes. Any thread may use it.
+
+    Args:
+        news: over which the front says who the others are; it is closed here.
+    """
+
+    def __init__(self, news: socket.socket) -> None:
+        self._news = news
+        self._listeners: dict[int, socket.socket] = {}
+        self._lock = threading.Lock()
+        threading.Thread(target=self._hear, name="cloister-kv-unit", daemon=True).start()
+
+    def connect(self, index: int) -> socket.socket:
+        """Returns a connection to an engine. Raises OSError if it does not run."""
+        near, far = socket.socketpair()
+        try:
+            with far, self._lock:
+                if index not in self._listeners:
+                    raise ConnectionRefusedError("no such engine runs")
+                socket.send_fds(self._listeners[index], [_CONNECT], [far.fileno()], socket.MSG_DONTWAIT)
+        except BaseException:
+            near.close()
+            raise
+        return near
+
+    def close(self) -> None:
+        """Forgets the others."""
+        with contextlib.suppress(OSError):
+            self._news.shutdown(socket.SHUT_RDWR)
+        with self._lock:
+            for listener in self._listeners.values():
+                listener.close()
+            self._listeners.clear()
+
+    def _hear(self) -> None:
+        with self._news:
+            while True:
+                try:
+                    message, descriptors, _, _ = socket.recv_fds(self._news, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+                except OSError:
+                    return
+                if not message:
+                    return
+                for descriptor in descriptors:
+                    listener = socket.socket(fileno=descriptor)
+                    with self._lock:
+                        old = self._listeners.pop(int(message), None)
+                        self._listeners[int(message)] = listener
+                    if old is not None:
+                        old.close()
+
+
+class UnitListener(socket.socket):
+    """An engine's listener, as a socket that accepts connections."""
+
+    @classmethod
+    def adopt(cls, sock: socket.socket) -> UnitListener:
+        """Takes a socket over."""
+        return cls(fileno=sock.detach())
+
+    def accept(self) -> tuple[socket.socket, str]:
+        """Returns a connection that another engine made. Raises OSError if there will be none."""
+        message, descriptors, _, _ = socket.recv_fds(self, len(_CONNECT), 1, socket.MSG_CMSG_CLOEXEC)
+        if not (message and descriptors):
+            raise ConnectionAbortedError("the front and all other engines have ended")
+        return socket.socket(fileno=descriptors[0]), ""

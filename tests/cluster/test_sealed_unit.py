@@ -1,0 +1,295 @@
+"""Engines of a sealed node, as the worker of one request and as the front see them."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from cloister.cluster.sealed_unit import SealedUnit, connect_engines
+from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport, channel
+from cloister.engine.channel import InputQueue
+from cloister.engine.kv_unit import endpoint_of
+from cloister.engine.sealed_channels import CONNECT, SealedChannels, open_listener
+from cloister.engine.transports import LOST
+from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import EngineError
+from cloister.types.events import (
+    Abort,
+    CancelPrefetch,
+    Ended,
+    FrontMessage,
+    HoldKV,
+    KVLoaded,
+    KVSource,
+    Outputs,
+    PrefetchKV,
+    PrefillDone,
+    Progressed,
+    Ready,
+    Stepped,
+    Submit,
+)
+from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+from tests.engine.fake_transport import MODEL
+
+CONFIG = EngineConfig(profile="private", block_size=4)
+PROMPT = list(range(40))
+
+
+def make_request(name: str = "r") -> Request:
+    return Request(request_id=name, token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, temperature=0.0))
+
+
+class FarEngine:
+    """The engine's end of a worker's channel."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.settimeout(20.0)
+        self.sock = sock
+
+    async def read(self) -> FrontMessage:
+        frame = await asyncio.to_thread(channel.receive_blocking, self.sock)
+        assert frame is not None
+        return channel.decode_front(frame)
+
+    def say(self, *token_ids: int, ends: bool = False, first: bool = False) -> None:
+        reason = FinishReason.LENGTH if ends else None
+        output = SequenceOutput(request_id="r", index=0, token_ids=list(token_ids), finish_reason=reason)
+        events = [Progressed("r", 1, 0, 1.0, len(token_ids), first)]
+        end = [Ended("r", 1, 0, 1.0, FinishReason.LENGTH, len(PROMPT), 3, 0, 0.0, 0.5, last=True)] if ends else []
+        self.sock.sendall(channel.frame(Outputs([output], [*events, *end])))
+
+
+@asynccontextmanager
+async def opened_unit(
+    num_engines: int = 2, dead: tuple[int, ...] = (), **front: int
+) -> AsyncIterator[tuple[RequestClient, list[FarEngine]]]:
+    ends, transports = [], []
+    for index in range(num_engines):
+        near, far = socket.socketpair()
+        transport = SealedWorkerTransport(Ready(MODEL, [], kv_endpoint=endpoint_of(index) if front else None))
+        if index in dead:
+            near.close()
+        transport.attach(None if index in dead else near)
+        ends.append(FarEngine(far))
+        transports.append(transport)
+    client = connect_engines(transports, CONFIG, ServerConfig(replicas=num_engines, **front))  # type: ignore[arg-type]
+    await client.start()
+    await asyncio.sleep(0)
+    try:
+        yield client, ends
+    finally:
+        await client.drain(0.0)
+        for end in ends:
+            end.sock.close()
+
+
+async def drawn_engine(ends: list[FarEngine]) -> int:
+    """Returns the engine that got the first message."""
+    while True:
+        for index, end in enumerate(ends):
+            end.sock.setblocking(False)
+            try:
+                if end.sock.recv(1, socket.MSG_PEEK):
+                    return index
+            except BlockingIOError:
+                pass
+            finally:
+                end.sock.settimeout(20.0)
+        await asyncio.sleep(0.001)
+
+
+def test_each_engine_is_drawn_by_its_capacity_whether_it_is_slow_or_quick() -> None:
+    """Engine 0 never says anything: who slows an engine, or keeps it busy, moves no request to another one."""
+
+    async def run() -> list[int]:
+        drawn = []
+        for _ in range(200):  # each is another worker, which knows of no request but its own
+            async with opened_unit() as (client, ends):
+                outputs: list[SequenceOutput] = []
+                client.submit(make_request(), outputs.append)
+                index = await drawn_engine(ends)
+                drawn.append(index)
+                if index == 1:
+                    ends[1].say(1, 2, 3, ends=True, first=True)
+        return drawn
+
+    drawn = asyncio.run(run())
+    assert 65 <= drawn.count(0) <= 135  # 100 ± 5 standard deviations
+
+
+def test_a_request_goes_on_in_another_engine_with_the_next_token() -> None:
+    async def run() -> None:
+        async with opened_unit() as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            first = await drawn_engine(ends)
+            submitted = await ends[first].read()
+            ends[first].say(7, 8, first=True)
+            while not outputs:
+                await asyncio.sleep(0.001)
+            ends[first].sock.close()
+            again = await ends[1 - first].read()
+            assert isinstance(submitted, Submit)
+            assert isinstance(again, Submit)
+            assert again.resumption is not None
+            assert again.resumption.token_ids == [[7, 8]]
+            assert again.seed == submitted.seed  # the same noise
+            ends[1 - first].say(9, ends=True)
+            while len(outputs) < 2:
+                await asyncio.sleep(0.001)
+            assert [token for output in outputs for token in output.token_ids] == [7, 8, 9]
+            assert outputs[-1].finish_reason is FinishReason.LENGTH
+
+    asyncio.run(run())
+
+
+def test_a_request_without_engines_ends_with_an_error_and_a_worker_draws_none_that_does_not_run() -> None:
+    async def run() -> None:
+        async with opened_unit(3, dead=(0, 2)) as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            assert await drawn_engine(ends) == 1
+            ends[1].sock.close()
+            while not outputs:
+                await asyncio.sleep(0.001)
+            assert (outputs[0].finish_reason, outputs[0].error) == (FinishReason.ERROR, LOST)
+            with pytest.raises(EngineError):
+                client.submit(make_request("s"), outputs.append)
+
+    asyncio.run(run())
+
+
+def test_a_prompt_is_computed_where_prompts_are_and_its_kv_follows_to_where_the_answer_goes_on() -> None:
+    async def run() -> None:
+        async with opened_unit(prefill=1, decode=1) as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            submitted = await ends[0].read()
+            assert isinstance(submitted, Submit)
+            assert submitted.prefill_only
+            assert submitted.hold_kv_s > 0.0
+            first = SequenceOutput(request_id="r", index=0, token_ids=[7])
+            progress = Progressed("r", 1, 0, 1.0, 1, True)
+            ends[0].sock.sendall(channel.frame(Outputs([first], [progress, PrefillDone("r", 1.0, (1,), 0)])))
+            resumed = await ends[1].read()
+            assert isinstance(resumed, Submit)
+            assert resumed.kv_source == KVSource("sealed:0")
+            assert resumed.resumption is not None
+            assert resumed.resumption.token_ids == [[7]]
+
+    asyncio.run(run())
+
+
+def test_one_engine_that_cannot_be_started_again_ends_the_node() -> None:
+    """Else the node would run with fewer engines than its evidence states."""
+
+    class Client(EngineClient):
+        def fault(self) -> str | None:
+            return self._fault
+
+    clients = [Client(SealedWorkerTransport(Ready(MODEL, [])), CONFIG) for _ in range(2)]
+    unit = SealedUnit(clients, lambda model: pytest.fail("it routes nothing"))
+    assert unit.fault() is None
+    clients[1]._fault = "it died too often"
+    assert unit.fault() == "it died too often"
+
+
+# What a worker may send (`engine.sealed_channels`).
+
+
+class Channels:
+    """An engine's channels, without an engine."""
+
+    def __init__(self) -> None:
+        self.near, far = open_listener()
+        self.queue = InputQueue()
+        self.channels = SealedChannels(far, self.queue, max_num_seqs=4)
+        self._workers: list[socket.socket] = []
+
+    def close(self) -> None:
+        for key in list(self.channels._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        for sock in (self.near, self.channels._wake_sender, *self._workers):
+            sock.close()
+        self.channels._selector.close()
+
+    def link(self) -> socket.socket:
+        near, far = socket.socketpair()
+        with far:
+            socket.send_fds(self.near, [CONNECT], [far.fileno()])
+        self.channels._admit()
+        self._workers.append(near)
+        return near
+
+    def hear(self) -> list[FrontMessage]:
+        """Reads what workers have sent."""
+        for key, _ in self.channels._selector.select(0.0):
+            if key.data is not None:
+                self.channels._serve(key.data)
+        return self.queue.take()
+
+
+@pytest.fixture
+def channels() -> Iterator[Channels]:
+    made = Channels()
+    yield made
+    made.close()
+
+
+PREFETCH = PrefetchKV(make_request(), PROMPT, KVSource("sealed:0"), follows=True)
+
+
+def test_a_worker_has_the_kv_of_its_own_request_loaded_and_hears_of_it(channels: Channels) -> None:
+    worker = channels.link()
+    worker.sendall(channel.frame(PREFETCH) + channel.frame(Submit(make_request())))
+    assert channels.hear() == [PREFETCH, Submit(make_request())]
+    rest = channels.channels.deliver(Outputs([], [KVLoaded("r", 1.0, 8, 100, 0.1, complete=True)]))
+    assert len(rest.events) == 1  # the front counts it
+    worker.settimeout(20.0)
+    heard = channel.decode_engine(channel.receive_blocking(worker) or b"")
+    assert isinstance(heard, Outputs)
+    assert isinstance(heard.events[0], KVLoaded)
+
+
+def test_a_worker_touches_no_request_of_another_one(channels: Channels) -> None:
+    mine, other = channels.link(), channels.link()
+    mine.sendall(channel.frame(PREFETCH))
+    assert channels.hear() == [PREFETCH]
+    other.sendall(channel.frame(Abort("r")) + channel.frame(HoldKV("r", 60.0)) + channel.frame(CancelPrefetch("r")))
+    assert channels.hear() == []
+    other.sendall(channel.frame(Submit(make_request())))
+    assert channels.hear() == []
+    other.settimeout(20.0)
+    assert other.recv(1) == b""  # it is closed: it would have got another one's outputs
+
+
+def test_what_an_engine_holds_for_another_one_ends_with_the_worker(channels: Channels) -> None:
+    worker, another = channels.link(), channels.link()
+    submit = Submit(make_request(), hold_kv_s=15.0, prefill_only=True)
+    worker.sendall(channel.frame(submit))
+    another.sendall(channel.frame(PrefetchKV(make_request("s"), PROMPT, KVSource("sealed:0"))))
+    assert len(channels.hear()) == 2
+    channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
+    assert "r" not in channels.channels._by_request
+    worker.close()
+    another.close()
+    assert set(map(repr, channels.hear())) == {repr(HoldKV("r", 0.0)), repr(CancelPrefetch("s"))}
+    assert not channels.channels._by_request
+
+
+def test_no_worker_hears_of_steps(channels: Channels) -> None:
+    """They tell what others do: a worker that knew them could be steered by them."""
+    worker = channels.link()
+    worker.sendall(channel.frame(Submit(make_request())))
+    channels.hear()
+    step = Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8)
+    assert channels.channels.deliver(Outputs([], [step])).events == [step]
+    worker.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        worker.recv(1)
