@@ -20,7 +20,7 @@ import msgspec
 
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ReplicaSet
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, leftovers_of_front
+from cloister.cluster.virtual.checks import JobAnswer, SequenceAnswer, check_answer, check_events, leftovers_of_front
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperatorAction, Scenario
 from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, answer_all, make_request, operate
@@ -31,7 +31,7 @@ from cloister.launch.settings import Settings, resolve_settings
 from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError
 from cloister.types.events import Event, Stepped
-from cloister.types.request import FinishReason, SequenceOutput
+from cloister.types.request import SequenceOutput
 
 Body = Literal["local", "ray"]
 IMPOSSIBLE_FAULTS: Final[tuple[FaultKind, ...]] = ("fail_step", "refuse_start", "network", "cut")
@@ -130,7 +130,7 @@ class _ProcessRun:
         self._is_over = False
         self._before = {*_descendants(os.getpid())}
 
-    def answer_alone(self) -> list[list[tuple[list[int], str, FinishReason]]]:
+    def answer_alone(self) -> list[list[SequenceAnswer]]:
         """Makes the requests, and returns what one engine in this process answers to each."""
         core = build_engine(self._settings(replicas=1, max_waiting=len(self.scenario.jobs) + 1).engine.config)
         tokenizer = Tokenizer(Path(core.model.path))

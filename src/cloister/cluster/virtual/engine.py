@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
-from cloister.cluster.virtual.history_program import HistoryProgram
+from cloister.cluster.virtual.drafts import DRAFTER, DraftKind, ErraticSpeculation, ForesightDrafter
+from cloister.cluster.virtual.history_program import HistoryProgram, make_adapter
+from cloister.cluster.virtual.threads import VirtualThread, at_once
+from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.output_processor import OutputProcessor
-from cloister.executor import ModelRunner
+from cloister.executor import Grammars, ModelRunner
+from cloister.executor.adapters import AdapterSlots
+from cloister.executor.drafters import Drafter
 from cloister.kv import BlockPool, KVFormat, PrefixKeys
+from cloister.models.adapters import Adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.speculation import Speculation
 from cloister.text import Tokenizer
+from cloister.text.grammar import GrammarCompiler
 from cloister.types.clock import Clock
+from cloister.types.config import parse_adapters
 from cloister.types.request import ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
 EOS: Final = 256
 VOCAB_SIZE: Final = 257
 """A token for each byte, and one that ends an answer."""
+NUM_SLOTS: Final = 3
+"""Adapters that an engine can have at a time."""
 
 
 def write_byte_tokenizer(folder: Path) -> Path:
@@ -57,6 +71,9 @@ class EngineShape:
         start_s: from the start of its process until it is ready.
         weights: 0, or others: an engine of them says something else.
         policy: in which order its scheduler computes requests.
+        num_adapters: so many adapters are loaded when it starts.
+        drafts: what its drafter makes, if it has one.
+        helper_s: compiling a grammar takes up to this time beside its steps, and a mask a tenth of it.
     """
 
     num_blocks: int = 64
@@ -74,6 +91,9 @@ class EngineShape:
     start_s: float = 0.5
     weights: int = 0
     policy: str = "fcfs"
+    num_adapters: int = 0
+    drafts: DraftKind = "none"
+    helper_s: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -157,8 +177,56 @@ class VirtualEngine:
     clock: EngineClock
 
 
-def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s: float = 0.0) -> VirtualEngine:
-    """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`."""
+def digest_of(number: int) -> str:
+    """Returns the digest of an adapter."""
+    return hashlib.sha256(b"adapter %d" % number).hexdigest()
+
+
+def name_of(number: int) -> str:
+    """Returns the name of an adapter."""
+    return f"a{number}"
+
+
+def list_adapters(count: int) -> str:
+    """Returns the setting `lora` of the first adapters: the path of each is its number."""
+    return ",".join(f"{name_of(number)}={number}" for number in range(1, count + 1))
+
+
+def _read_adapter(path: Path) -> Adapter:
+    return Adapter(make_adapter(int(path.name)), digest_of(int(path.name)))
+
+
+def _open_adapters(program: HistoryProgram, lora: str) -> tuple[AdapterSlots, AdapterRegister]:
+    slots = AdapterSlots(program, _read_adapter, NUM_SLOTS)
+    return slots, AdapterRegister(slots, [slots.load(name, path) for name, path in parse_adapters(lora)])
+
+
+@cache
+def _make_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
+def _make_grammars(shape: EngineShape, tokenizer: Tokenizer, draw: random.Random | None) -> Grammars:
+    if draw is None or not shape.helper_s:
+        return Grammars(_make_compiler(tokenizer), at_once)
+    takes_s = {"cloister-compile": shape.helper_s, "cloister-grammar": shape.helper_s / 10}
+    return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]))
+
+
+def make_engine(
+    shape: EngineShape,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    offset_s: float = 0.0,
+    draw: random.Random | None = None,
+    lora: str | None = None,
+) -> VirtualEngine:
+    """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`.
+
+    Args:
+        draw: decides what its helper threads and its drafter do; None: it has no drafter, and its threads take no time.
+        lora: its adapters, as the setting of this name; None: those of its shape.
+    """
     model = ModelInfo(
         name="history",
         path="",
@@ -171,7 +239,29 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
     program = HistoryProgram(
         vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size, salt=shape.weights
     )
-    runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=shape.max_model_len, block_size=shape.block_size)
+    slots, adapters = _open_adapters(program, list_adapters(shape.num_adapters) if lora is None else lora)
+    grammars = _make_grammars(shape, tokenizer, draw)
+    drafters: dict[str, Drafter] = {}
+    speculation: Speculation | None = None
+    if draw is not None and shape.drafts != "none":
+        drafters[DRAFTER] = ForesightDrafter(
+            lambda state: program.look(state.tokens, state.adapter),
+            lambda states, rows: runner.sampling_metadata(states, rows),
+            VOCAB_SIZE,
+            draw,
+            has_trees=shape.drafts == "tree",
+        )
+        speculation = ErraticSpeculation(draw)
+    runner = ModelRunner(
+        program,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=shape.max_model_len,
+        block_size=shape.block_size,
+        clock=own,
+        adapters=slots.slots,
+        grammars=grammars,
+        drafters=drafters,
+    )
     timed = TimedRunner(runner, own, shape)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -183,6 +273,7 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         ),
         BlockPool(shape.num_blocks, shape.block_size),
         PrefixKeys(model.fingerprint, shape.block_size),
+        speculation,
     )
     (empty,) = program.export_blocks([0])
     form = KVFormat(model.fingerprint, shape.block_size, "one group", (len(empty),))
@@ -193,6 +284,8 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         model=model,
         memory=[],
         clock=own,
+        adapters=adapters,
+        grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
     return VirtualEngine(core, scheduler, timed, own)

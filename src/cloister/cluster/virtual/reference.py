@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.backends.base import SAMPLING_METADATA
-from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer
+from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, are_alike, has_wrong_prompt
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
-from cloister.cluster.virtual.history_program import prefix_logits
+from cloister.cluster.virtual.grammars import GRAMMARS, Rule, derive, find_next, may_end
+from cloister.cluster.virtual.history_program import FloatArray, prefix_logits, salt_of
+from cloister.cluster.virtual.scenario import Job
 from cloister.engine.output_processor import OutputStream
 from cloister.executor.sampling import Sampler
 from cloister.scheduler.admission import EngineLimits, find_refusal
 from cloister.text import Tokenizer
-from cloister.types.request import FinishReason
+from cloister.types.request import FinishReason, TokenLogprobs
 from cloister.types.step import NewSequence, Sample
 
 
@@ -28,24 +32,82 @@ def are_right(answers: Sequence[JobAnswer], shape: EngineShape, tokenizer: Token
 
 
 def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
-    """Whether the program chooses each token of the answers."""
+    """Whether the program chooses each token of the answers, with its log-probability."""
     logits, sampling, token_ids = [], [], []
     for answer in answers:
-        prompt, how = answer.request.token_ids, answer.request.sampling
+        prompt, how, salt = answer.request.token_ids, answer.request.sampling, salt_of(weights, answer.job.adapter)
         for index, given in enumerate(answer.token_ids):
             if given:
-                logits.append(prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, weights))
+                raw = prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, salt)
+                expected = [] if how.logprobs is None else _list_logprobs(raw, given, how.logprobs)
+                if not are_alike(answer.logprobs[index], expected):
+                    return False
+                logits.append(_process(raw, given, answer))
                 positions = range(len(prompt), len(prompt) + len(given))
                 sampling += [
                     (how.temperature, 0, how.top_k, how.top_p, how.min_p, how.seed or 0, index, position)
                     for position in positions
                 ]
                 token_ids += given
+        if how.prompt_logprobs is not None and answer.prompt_logprobs:
+            raw = prefix_logits(prompt[:-1], 1, VOCAB_SIZE, salt)
+            if has_wrong_prompt(answer, [None, *_list_logprobs(raw, prompt[1:], how.prompt_logprobs)]):
+                return False
+        elif answer.prompt_logprobs or (how.prompt_logprobs is not None and answer.token_ids[0]):
+            return False
     if not token_ids:
         return True
     metadata = np.array(sampling, SAMPLING_METADATA)
     metadata["row"] = np.arange(len(metadata))
     return np.array_equal(Sampler(VOCAB_SIZE).sample(np.concatenate(logits), metadata), token_ids)
+
+
+def _list_logprobs(logits: FloatArray, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Returns the log-probability of each token, and of the most likely ones, from its row of logits."""
+    exact = logits.astype(np.float64)
+    logprobs = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    best = np.argsort(-exact, axis=1, kind="stable")[:, :num_top]
+    return [
+        TokenLogprobs(token, float(row[token]), tuple((int(each), float(row[each])) for each in top))
+        for token, row, top in zip(token_ids, logprobs, best, strict=True)
+    ]
+
+
+def _process(logits: FloatArray, given: Sequence[int], answer: JobAnswer) -> FloatArray:
+    """Returns what tokens are chosen from: logits after penalties, biases, masks of ends and of the grammar."""
+    job, scores = answer.job, logits
+    if job.frequency_penalty:
+        seen = np.zeros(logits.shape)
+        seen[np.arange(1, len(given)), given[:-1]] = 1
+        scores = (scores - np.float64(job.frequency_penalty) * seen.cumsum(axis=0)).astype(np.float32)
+    if job.letters:
+        scores = scores.copy()
+        scores[:, list(job.letters.encode())] += np.float32(answer.request.sampling.logit_bias[job.letters.encode()[0]])
+    if job.min_tokens:
+        scores = scores.copy()
+        scores[: job.min_tokens, list(_stops(answer))] = -np.inf
+    if job.grammar:
+        scores = scores.copy()
+        rule = GRAMMARS[job.grammar].rule
+        for row, token in zip(scores, given, strict=True):
+            row[~_allow(rule, ends=not job.ignores_eos)] = -np.inf
+            rule = derive(rule, token)
+    return scores
+
+
+@cache
+def _allow(rule: Rule, *, ends: bool) -> npt.NDArray[np.bool_]:
+    """Returns which tokens may follow, [VOCAB_SIZE]."""
+    allowed = np.zeros(VOCAB_SIZE, np.bool_)
+    allowed[list(find_next(rule))] = True
+    allowed[EOS] = ends and may_end(rule)
+    return allowed
+
+
+def _stops(answer: JobAnswer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer."""
+    sampling = answer.request.sampling
+    return (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
 
 
 def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bool:
@@ -68,22 +130,36 @@ def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bo
 def _read(answer: JobAnswer, index: int, shape: EngineShape, tokenizer: Tokenizer) -> tuple[int, str, FinishReason | None]:
     """Returns how many tokens of a sequence belong to its answer, its text, and how it ends there; None: it does not."""
     request = answer.request
-    sampling = request.sampling
-    stop_token_ids = (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
+    token_ids = answer.token_ids[index]
     new = NewSequence(
         seq_id=0,
         token_ids=request.token_ids,
         num_prompt_tokens=len(request.token_ids),
-        sampling=sampling,
-        seed=sampling.seed or 0,
+        sampling=request.sampling,
+        seed=request.sampling.seed or 0,
         index=index,
-        stop_token_ids=stop_token_ids,
+        stop_token_ids=_stops(answer),
     )
+    num_valid = _count_until_complete(answer.job, token_ids)
     stream = OutputStream(new, index, tokenizer, shape.max_model_len)
-    stop = stream.take(Sample(new.seq_id, answer.token_ids[index]))
+    stop = stream.take(Sample(new.seq_id, token_ids[:num_valid]))
     num_read, is_full = stream.num_tokens, stream.num_tokens == stream.max_output
-    if stop is None and not is_full:
+    is_complete = num_valid is not None and num_read == num_valid
+    if stop is None and not is_full and not is_complete:
         return num_read, stream.text, None
-    end = FinishReason.LENGTH if stop is None else FinishReason.STOP
+    is_cut = stop is None and not is_complete
+    end = FinishReason.LENGTH if is_cut else FinishReason.STOP
     is_matched = stop is not None and isinstance(stop.reason, str)
-    return num_read, stream.text if is_matched else stream.text + stream.finish(is_cut=stop is None), end
+    return num_read, stream.text if is_matched else stream.text + stream.finish(is_cut=is_cut), end
+
+
+def _count_until_complete(job: Job, token_ids: Sequence[int]) -> int | None:
+    """Returns after how many tokens nothing may follow under the grammar; None: after none of them."""
+    if not job.grammar:
+        return None
+    rule = GRAMMARS[job.grammar].rule
+    for number, token in enumerate(token_ids, start=1):
+        rule = derive(rule, token)
+        if not find_next(rule):
+            return number
+    return None

@@ -7,21 +7,31 @@ from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
+from cloister.cluster.virtual.drafts import DraftKind
+from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.engine.replica_snapshot import ROLES, Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
 LengthError = Literal["none", "noise", "zero", "hundredfold", "either"]
-OperationKind = Literal["migrate", "drain", "flip", "update", "forget"]
+OperationKind = Literal["migrate", "drain", "flip", "update", "forget", "load", "unload"]
 UpdateTrouble = Literal["none", "start", "front", "step"]
 LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
-"""What is drawn for a cluster without an update."""
+"""What is drawn for every cluster of several replicas."""
 UPDATE_TROUBLES: Final[tuple[UpdateTrouble, ...]] = get_args(UpdateTrouble)
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
 )  # fmt: skip
 
 
+SHAPED_SHARE: Final = 0.5
+"""Share of the scenarios in which answers have grammars, letters that come often, stop strings of these, and least lengths."""
+DRAFTED_SHARE: Final = 0.35
+"""Share of the scenarios whose engines draft."""
+ADAPTED_SHARE: Final = 0.25
+"""Share of the scenarios with adapters."""
+NUM_ADAPTERS: Final = 2
+"""Adapters that there are."""
 IDLE_SHARE: Final = 0.2
 """Share of the scenarios in which engines are idle now and then."""
 SCHEDULER_SHARE: Final = 0.5
@@ -55,6 +65,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         num_stop_ids: so many token ids end the answer too, of 257.
         kills_after: the engine dies when it computes so many steps of it; None: it harms no engine.
         cancel_after_s: the client leaves after this time; None: it stays.
+        grammar: what the answer must match, by its name in `virtual.grammars`; empty for none.
+        letters: they come far more often than others (`SamplingParams.logit_bias`).
+        frequency_penalty: of `SamplingParams`.
+        min_tokens: nothing ends the answer before.
+        prompt_logprobs: log-probabilities of the prompt are asked for.
+        adapter: number of its adapter; 0 for none.
     """
 
     at_s: float
@@ -72,6 +88,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     priority: int = 0
     timeout_s: float = 300.0
     cancel_after_s: float | None = None
+    grammar: str = ""
+    letters: str = ""
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    prompt_logprobs: bool = False
+    adapter: int = 0
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -101,8 +123,9 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Attributes:
         kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
             `flip`: the role of `replica` becomes `role`. `update`: all replicas get new engines. `forget`: the tenant of `job`
-            drops what is cached of it.
+            drops what is cached of it. `load`, `unload`: all replicas get an adapter, or give it up.
         weights: of these (`EngineShape.weights`); None: the same as before.
+        adapter: its number.
         trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
 
@@ -113,6 +136,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lasts_s: float = 0.5
     role: Role = "mixed"
     weights: int | None = None
+    adapter: int = 1
     trouble: UpdateTrouble = "none"
 
 
@@ -137,6 +161,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         length_error: what predicted lengths of answers are multiplied by: for each request something near 1 (`noise`, a
             standard deviation of 0.3), 0, 100, or one of both.
         idle_timeout_s: engines that had no request for so long end; None: they stay.
+        drafts: what their drafters make: nothing, chains or trees.
+        helper_s: a thread beside the steps takes up to this time for a grammar, and a tenth of it for a mask.
+        num_adapters: so many adapters are loaded at the start.
     """
 
     seed: int
@@ -158,6 +185,9 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     verify_replay: float = 0.0
     length_error: LengthError = "none"
     idle_timeout_s: float | None = None
+    drafts: DraftKind = "none"
+    helper_s: float = 0.0
+    num_adapters: int = 0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[OperatorAction, ...] = ()
@@ -180,7 +210,65 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if drawn.num_replicas > 1 and draw.random() < (COPIED_SHARE if not drawn.moves_kv else COPIED_SHARE / 4):
         drawn = _copy_prefixes(drawn, draw)
     draw = random.Random(f"updates {seed}")
-    return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
+    if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE:
+        drawn = _update(drawn, draw)
+    draw = random.Random(f"answers {seed}")
+    if draw.random() < SHAPED_SHARE:
+        jobs = tuple(_shape_answer(job, draw) for job in drawn.jobs)
+        drawn = msgspec.structs.replace(drawn, jobs=jobs, helper_s=draw.choice((0.0, 0.02, 0.02, 0.6)))
+    draw = random.Random(f"drafts {seed}")
+    if draw.random() < DRAFTED_SHARE:
+        drawn = msgspec.structs.replace(drawn, drafts=draw.choice(("chain", "tree")))
+    draw = random.Random(f"adapters {seed}")
+    return _adapt(drawn, draw) if draw.random() < ADAPTED_SHARE else drawn
+
+
+def _shape_answer(job: Job, draw: random.Random) -> Job:
+    """Returns a job whose answer has a form."""
+    replace = msgspec.structs.replace
+    job = replace(job, prompt_logprobs=draw.random() < 0.15)
+    kind, letters = draw.choice(("plain", "grammar", "grammar", "letters", "letters")), draw.choice(("ab", "abc", "a b"))
+    if kind == "grammar":
+        return replace(
+            job,
+            grammar=draw.choice(tuple(GRAMMARS)),
+            max_tokens=draw.choice((job.max_tokens, 40, 100)),
+            stop=draw.choice(("", "", "ab", "b c", "5")),
+            num_stop_ids=draw.choice((0, 0, 0, job.num_stop_ids)),
+            ignores_eos=draw.random() < 0.3,
+        )
+    if kind == "letters":
+        return replace(
+            job,
+            letters=letters,
+            max_tokens=draw.choice((job.max_tokens, 40, 100)),
+            stop=draw.choice(("", "bab", "aab", "baaab", "a b", "bbabba")),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.25, 1.0)),
+            min_tokens=draw.choice((0, 0, 4, 15)),
+            num_stop_ids=draw.choice((0, job.num_stop_ids)),
+        )
+    return replace(job, min_tokens=draw.choice((0, 6)))
+
+
+def _adapt(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in the adapter."""
+    replace = msgspec.structs.replace
+    jobs = tuple(replace(job, adapter=draw.choice((0, 1, 1, 2))) for job in scenario.jobs)
+    longest_s = max(job.at_s for job in jobs)
+    if draw.random() < 0.4:
+        shared = SHARED_TEXT * draw.choice((1, 2))
+        jobs = tuple(replace(job, prompt=shared + job.prompt[:8], tenant=0, at_s=round(job.at_s + 0.2 * (job.adapter % 2), 4)) for job in jobs)
+    changes = tuple(
+        OperatorAction(
+            at_s=round(draw.random() * (longest_s + 0.5), 4),
+            kind=draw.choice(("load", "unload")),
+            adapter=draw.choice((1, 2)),
+        )
+        for _ in range(draw.choice((0, 0, 1, 2, 3)))
+    )
+    return replace(
+        scenario, num_adapters=draw.choice((1, 2, 2, 2)), jobs=jobs, operations=scenario.operations + changes
+    )
 
 
 def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:

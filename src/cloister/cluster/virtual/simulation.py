@@ -20,20 +20,22 @@ from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.virtual.checks import (
     RECOVERY_S,
     JobAnswer,
+    SequenceAnswer,
     check_answer,
     check_events,
     leftovers_of_front,
     most_starts,
     updates_of,
 )
-from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
+from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.scenario import NUM_ADAPTERS, InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
@@ -44,7 +46,7 @@ from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
-from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+from cloister.types.request import ModelInfo, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
@@ -58,6 +60,8 @@ LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
 UPDATE_LOOK_S: Final = 0.05
 MANY: Final = 1_000_000
+RAISED: Final = 8.0
+"""Added to the logits of a job's letters, which are then above all others."""
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
 
@@ -98,7 +102,8 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
 def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
     """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
     weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
-    shapes = [replace(simulation.shape, weights=each, policy="fcfs") for each in weights]
+    plain = replace(simulation.shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
+    shapes = [replace(plain, weights=each) for each in weights]
     if are_right(simulation.answers, shapes[0], tokenizer) or (
         len(shapes) > 1 and all(any(are_right([a], shape, tokenizer) for shape in shapes) for a in simulation.answers)
     ):
@@ -153,9 +158,15 @@ def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, 
             stop=(job.stop,) if job.stop else (),
             stop_token_ids=tuple(range(job.num_stop_ids * vocab_size // VOCAB_SIZE)),
             max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
             logprobs=2 if job.logprobs else None,
+            prompt_logprobs=1 if job.prompt_logprobs else None,
             ignore_eos=job.ignores_eos,
+            frequency_penalty=job.frequency_penalty,
+            logit_bias=dict.fromkeys(job.letters.encode(), RAISED),
+            grammar=GRAMMARS[job.grammar].write() if job.grammar else None,
         ),
+        adapter=digest_of(job.adapter) if job.adapter else None,
         scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
         tenant=f"tenant {job.tenant}",
         priority=job.priority,
@@ -181,6 +192,9 @@ class _Simulation:
             max_num_seqs=scenario.max_num_seqs,
             max_waiting=scenario.max_waiting,
             policy=scenario.scheduler,
+            num_adapters=scenario.num_adapters,
+            drafts=scenario.drafts,
+            helper_s=scenario.helper_s,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
@@ -260,7 +274,7 @@ class _Simulation:
         shape = replace(self.shape, weights=weights)
         if self._has_trouble("front", weights, None, update):
             shape = replace(shape, max_model_len=shape.max_model_len // 2)
-        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s)
+        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora)
         if self._has_trouble("step", weights, replica, update):
             engine.runner.num_failing = MANY
         engine.runner.kills_after = {
@@ -346,6 +360,9 @@ class _Simulation:
         self.open.pop(number, None)
 
     async def _follow(self, answer: JobAnswer, front: ReplicaSet) -> None:
+        if answer.job.adapter and name_of(answer.job.adapter) not in front.adapters.loaded:
+            answer.refusal = "the front knows no such adapter"
+            return
         try:
             await front.follow(answer.request, answer.take)
         except CloisterError as error:
@@ -386,8 +403,19 @@ class _Simulation:
             return
         if operation.kind == "update":
             await self._update(front, operation)
+        elif operation.kind in ("load", "unload"):
+            await self._change_adapter(front, operation)
         else:
             await operate(front, operation, self.answers)
+
+    async def _change_adapter(self, front: ReplicaSet, operation: OperatorAction) -> None:
+        """Loads or unloads an adapter; one that cannot be is an error of the operator."""
+        name = name_of(operation.adapter)
+        with contextlib.suppress(CloisterError):
+            if operation.kind == "load":
+                await front.adapters.load(name, str(operation.adapter))
+            else:
+                await front.adapters.unload(name)
 
     async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
         before = self.updating
@@ -521,14 +549,14 @@ class _Simulation:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
 
 
-def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[tuple[list[int], str, FinishReason]]]:
+def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[SequenceAnswer]]:
     """Returns what one engine alone answers without faults."""
     engine = make_engine(shape, simulation.tokenizer, VirtualClock())
     return answer_all(engine.core, simulation.answers)
 
 
-def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[tuple[list[int], str, FinishReason]]]:
-    """Returns what an engine answers, without deadlines: (tokens, text, finish reason) of each sequence of each job."""
+def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[SequenceAnswer]]:
+    """Returns what an engine answers, without deadlines: each sequence of each job."""
     answers = [JobAnswer.to(answer.job, answer.request) for answer in given]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:
@@ -536,4 +564,4 @@ def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[tuple[
     while (outputs := core.step()) is not None:
         for output in outputs.outputs:
             by_id[output.request_id].take(output)
-    return [list(zip(a.token_ids, a.texts, (ends[0] for ends in a.ends), strict=True)) for a in answers]
+    return [answer.as_given() for answer in answers]
