@@ -112,6 +112,11 @@ class ReplicaAdapters:
         self._check_free()
         await asyncio.gather(*(replica.adapters.unload(name) for replica in self._replicas))
 
+    @property
+    def are_changing(self) -> bool:
+        """Whether one is being loaded or unloaded."""
+        return any(replica.adapters.is_changing for replica in self._replicas)
+
     def _check_free(self) -> None:
         if self.are_fixed:
             raise InvalidRequestError("a rolling update is under way; load or unload the adapter when it has ended")
@@ -224,6 +229,7 @@ class ReplicaSet(RequestClient):
         replica.after_receive = partial(self._follow_up, index)
         replica.after_end = partial(self._forget, index)
         replica.on_prefix_leased = partial(self._note_leased, index)
+        replica.adapters.is_used = self.uses_adapter
 
     async def start(self) -> None:
         """Starts all engines at once. If one cannot start, the others are stopped.
@@ -745,6 +751,8 @@ class ReplicaSet(RequestClient):
             raise InvalidRequestError("these replicas cannot be updated; start another server, and send requests there")
         if self._update is not None and self._update.progress.is_running:
             raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
+        if self.adapters.are_changing:
+            raise InvalidRequestError("an adapter is being loaded or unloaded; update when that has ended")
         release = self._make_release(self._release.model if model is None else model)
         self._update = RollingUpdate(self, release, None if model is None else self._release)
         self._actions.note_update()
@@ -766,6 +774,10 @@ class ReplicaSet(RequestClient):
     @property
     def num_replicas(self) -> int:
         return len(self._replicas)
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether an open request of any replica has this adapter."""
+        return any(replica.uses_adapter(digest) for replica in self._replicas)
 
     def adapter_setting(self) -> str | None:
         return self._replicas[0].adapters.as_setting(None)

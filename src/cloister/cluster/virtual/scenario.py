@@ -251,7 +251,8 @@ def _shape_answer(job: Job, draw: random.Random) -> Job:
 
 
 def _adapt(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in the adapter."""
+    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in the adapter. A
+    front is not killed where adapters change, as in `_update`."""
     replace = msgspec.structs.replace
     jobs = tuple(replace(job, adapter=draw.choice((0, 1, 1, 2))) for job in scenario.jobs)
     longest_s = max(job.at_s for job in jobs)
@@ -266,8 +267,13 @@ def _adapt(scenario: Scenario, draw: random.Random) -> Scenario:
         )
         for _ in range(draw.choice((0, 0, 1, 2, 3)))
     )
+    faults = tuple(fault for fault in scenario.faults if not (changes and fault.kind == "restart_router"))
     return replace(
-        scenario, num_adapters=draw.choice((1, 2, 2, 2)), jobs=jobs, operations=scenario.operations + changes
+        scenario,
+        num_adapters=draw.choice((1, 2, 2, 2)),
+        jobs=jobs,
+        operations=scenario.operations + changes,
+        faults=faults,
     )
 
 
