@@ -11,14 +11,14 @@ from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.checks import JobAnswer
 from cloister.cluster.virtual.engine import EngineShape, make_engine, write_byte_tokenizer
 from cloister.cluster.virtual.reference import are_right
-from cloister.cluster.virtual.scenario import Job
+from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job
 from cloister.cluster.virtual.simulation import make_request
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Submit
 from cloister.types.request import FinishReason
 
-SHAPE = EngineShape()
+SHAPE = EngineShape(num_adapters=NUM_ADAPTERS)
 TOO_LONG = "x" * 300
 JOBS = [{"max_tokens": 20}, {"max_tokens": 90, "num_stop_ids": 20}, {"max_tokens": 200, "stop": "a"}]
 

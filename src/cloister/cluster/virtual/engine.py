@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import random
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -15,8 +17,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from cloister.cluster.virtual.drafts import DRAFTER, DraftKind, ErraticSpeculation, ForesightDrafter
 from cloister.cluster.virtual.history_program import HistoryProgram, make_adapter
 from cloister.cluster.virtual.threads import VirtualThread, at_once
+from cloister.cluster.virtual.tier_threads import VirtualTierThreads
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_tier_files import TierFile
+from cloister.engine.kv_tiers import TierMachine
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import Grammars, ModelRunner
@@ -36,6 +41,8 @@ from cloister.types.step import StepPlan, StepResult
 EOS: Final = 256
 VOCAB_SIZE: Final = 257
 """A token for each byte, and one that ends an answer."""
+SLOT_KIB: Final = 4
+"""Size of a slot of a tier: whole pages (`kv.tiers.TierLayout.slot_bytes`)."""
 NUM_SLOTS: Final = 3
 """Adapters that an engine can have at a time."""
 
@@ -74,6 +81,8 @@ class EngineShape:
         num_adapters: so many adapters are loaded when it starts.
         drafts: what its drafter makes, if it has one.
         helper_s: compiling a grammar takes up to this time beside its steps, and a mask a tenth of it.
+        tiers: slots of its KV tiers in memory and on disk; 0 for none.
+        damages_tiers: share of what goes wrong there (`virtual.tier_threads`).
     """
 
     num_blocks: int = 64
@@ -94,6 +103,8 @@ class EngineShape:
     num_adapters: int = 0
     drafts: DraftKind = "none"
     helper_s: float = 0.0
+    tiers: tuple[int, int] = (0, 0)
+    damages_tiers: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -175,6 +186,11 @@ class VirtualEngine:
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
+    tier_threads: VirtualTierThreads | None = None
+
+    def num_tier_reads(self) -> int:
+        """Reads from its tiers that have not ended."""
+        return 0 if self.tier_threads is None else self.tier_threads.num_open
 
 
 def digest_of(number: int) -> str:
@@ -211,6 +227,21 @@ def _make_grammars(shape: EngineShape, tokenizer: Tokenizer, draw: random.Random
         return Grammars(_make_compiler(tokenizer), at_once)
     takes_s = {"cloister-compile": shape.helper_s, "cloister-grammar": shape.helper_s / 10}
     return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]))
+
+
+def _open_tiers(core: EngineCore, shape: EngineShape, draw: random.Random, clock: Clock) -> VirtualTierThreads:
+    made: list[VirtualTierThreads] = []
+
+    def make_threads(files: Sequence[TierFile], form: KVFormat, *_: object) -> VirtualTierThreads:
+        made.append(VirtualTierThreads(files, form, lambda: core.input_queue.wake(), draw, shape.damages_tiers))
+        return made[0]
+
+    places = ("host:", f"disk:{tempfile.gettempdir()},")
+    setting = "+".join(
+        f"{place}{num_slots * SLOT_KIB}K" for place, num_slots in zip(places, shape.tiers, strict=True) if num_slots
+    )
+    core.open_kv_tiers(setting, machine=TierMachine(make_threads, clock.now, clock.now, draw.randbytes))
+    return made[0]
 
 
 def make_engine(
@@ -288,4 +319,5 @@ def make_engine(
         grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    return VirtualEngine(core, scheduler, timed, own)
+    threads = _open_tiers(core, shape, draw, own) if draw is not None and any(shape.tiers) else None
+    return VirtualEngine(core, scheduler, timed, own, threads)

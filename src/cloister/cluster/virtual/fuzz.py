@@ -175,7 +175,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, length_error="none")
     if scenario.drafts == "tree":
         yield replace(scenario, drafts="chain")
-    for name in ("drafts", "helper_s"):
+    for name in ("drafts", "helper_s", "damages_tiers", "tiers"):
         if getattr(scenario, name) != getattr(_PLAIN, name):
             yield replace(scenario, **{name: getattr(_PLAIN, name)})
     if any(scenario.clock_offsets_s):

@@ -30,6 +30,9 @@ DRAFTED_SHARE: Final = 0.35
 """Share of the scenarios whose engines draft."""
 ADAPTED_SHARE: Final = 0.25
 """Share of the scenarios with adapters."""
+TIERED_SHARE: Final = 0.2
+"""Share of the scenarios whose engines have KV tiers."""
+TIER_TEXTS: Final = ("Of what is kept for later use, this is part", "What was let go may come back, as the text")
 NUM_ADAPTERS: Final = 2
 """Adapters that there are."""
 IDLE_SHARE: Final = 0.2
@@ -164,6 +167,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         drafts: what their drafters make: nothing, chains or trees.
         helper_s: a thread beside the steps takes up to this time for a grammar, and a tenth of it for a mask.
         num_adapters: so many adapters are loaded at the start.
+        tiers: slots of each replica's KV tiers in memory and on disk; 0 for none.
+        damages_tiers: share of what is torn, late or lost there, or cannot be written.
     """
 
     seed: int
@@ -188,6 +193,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     drafts: DraftKind = "none"
     helper_s: float = 0.0
     num_adapters: int = 0
+    tiers: tuple[int, int] = (0, 0)
+    damages_tiers: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[OperatorAction, ...] = ()
@@ -220,7 +227,34 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if draw.random() < DRAFTED_SHARE:
         drawn = msgspec.structs.replace(drawn, drafts=draw.choice(("chain", "tree")))
     draw = random.Random(f"adapters {seed}")
-    return _adapt(drawn, draw) if draw.random() < ADAPTED_SHARE else drawn
+    if draw.random() < ADAPTED_SHARE:
+        drawn = _adapt(drawn, draw)
+    draw = random.Random(f"tiers {seed}")
+    return _keep_in_tiers(drawn, draw) if draw.random() < TIERED_SHARE else drawn
+
+
+def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose prompts come again when the device may have let them go, and tiers may have them."""
+    replace = msgspec.structs.replace
+    texts = [f"{draw.choice(TIER_TEXTS)} {number}. {SHARED_TEXT}" for number in range(draw.choice((2, 4)))]
+    span_s = draw.choice((0.5, 3.0))
+    jobs = tuple(
+        replace(job, prompt=draw.choice(texts) + job.prompt[:6], at_s=round(job.at_s + number * draw.random() * span_s, 4))
+        for number in range(3)
+        for job in scenario.jobs[:5]
+    )
+    drops = tuple(
+        OperatorAction(at_s=round(draw.random() * 2 * span_s, 4), kind="forget", job=draw.randrange(len(jobs)))
+        for _ in range(draw.choice((0, 0, 1)))
+    )
+    return replace(
+        scenario,
+        tiers=draw.choice(((40, 0), (0, 40), (8, 24), (6, 80))),
+        damages_tiers=draw.choice((0.0, 0.1, 0.3)),
+        num_blocks=draw.choice((14, 18, 24)),
+        jobs=jobs,
+        operations=scenario.operations + drops,
+    )
 
 
 def _shape_answer(job: Job, draw: random.Random) -> Job:

@@ -195,6 +195,8 @@ class _Simulation:
             num_adapters=scenario.num_adapters,
             drafts=scenario.drafts,
             helper_s=scenario.helper_s,
+            tiers=scenario.tiers,
+            damages_tiers=scenario.damages_tiers,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
@@ -506,7 +508,11 @@ class _Simulation:
         num_open = 0 if process.kv_links is None else process.kv_links.num_open
         if any(left) or num_open:
             yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
+        if (num_reads := process.engine.num_tier_reads()):
+            yield f"engine {index} still reads {num_reads} times from its tiers"
         scheduler.pool.check()
+        if scheduler.kv_restores is not None:
+            scheduler.kv_restores.tiers.check()
         self._check_copies()
 
     def _check_copies(self) -> None:
