@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from functools import cache
 
@@ -14,21 +15,18 @@ from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
 from cloister.cluster.virtual.grammars import GRAMMARS, Rule, derive, find_next, may_end
 from cloister.cluster.virtual.history_program import FloatArray, prefix_logits, salt_of
 from cloister.cluster.virtual.scenario import Job
-from cloister.engine.output_processor import OutputStream
 from cloister.executor.sampling import Sampler
 from cloister.scheduler.admission import EngineLimits, find_refusal
-from cloister.text import Tokenizer
 from cloister.types.request import FinishReason, TokenLogprobs
-from cloister.types.step import NewSequence, Sample
 
 
-def are_right(answers: Sequence[JobAnswer], shape: EngineShape, tokenizer: Tokenizer) -> bool:
+def are_right(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
     """Whether answers have the tokens that the program chooses, and end where and with the text with which they must.
 
     Token by token the program is asked what follows the tokens before it, for all tokens of all answers at once: some twentieth
     of the time in which an engine would compute them.
     """
-    return all(_is_whole(answer, shape, tokenizer) for answer in answers) and _are_chosen(answers, shape.weights)
+    return all(_is_whole(answer, shape) for answer in answers) and _are_chosen(answers, shape.weights)
 
 
 def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
@@ -110,7 +108,7 @@ def _stops(answer: JobAnswer) -> tuple[int, ...]:
     return (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
 
 
-def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bool:
+def _is_whole(answer: JobAnswer, shape: EngineShape) -> bool:
     """Whether each sequence that ended by itself has its text and ends where it must, and others have gone no further."""
     limits = EngineLimits(shape.max_model_len, shape.max_num_seqs, shape.num_blocks * shape.block_size, shape.block_size)
     if answer.refusal is not None:
@@ -118,7 +116,7 @@ def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bo
     if find_refusal(answer.request, limits) is not None:
         return not (any(answer.token_ids) or any(end in GOOD_ENDS for ends in answer.ends for end in ends))
     for index, ends in enumerate(answer.ends):
-        num_read, text, end = _read(answer, index, shape, tokenizer)
+        num_read, text, end = _read(answer, index, shape)
         given = next(iter(ends), None)
         if num_read < len(answer.token_ids[index]) or given is FinishReason.REJECTED:
             return False
@@ -127,30 +125,30 @@ def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bo
     return True
 
 
-def _read(answer: JobAnswer, index: int, shape: EngineShape, tokenizer: Tokenizer) -> tuple[int, str, FinishReason | None]:
+def _read(answer: JobAnswer, index: int, shape: EngineShape) -> tuple[int, str, FinishReason | None]:
     """Returns how many tokens of a sequence belong to its answer, its text, and how it ends there; None: it does not."""
-    request = answer.request
-    token_ids = answer.token_ids[index]
-    new = NewSequence(
-        seq_id=0,
-        token_ids=request.token_ids,
-        num_prompt_tokens=len(request.token_ids),
-        sampling=request.sampling,
-        seed=request.sampling.seed or 0,
-        index=index,
-        stop_token_ids=_stops(answer),
-    )
-    num_valid = _count_until_complete(answer.job, token_ids)
-    stream = OutputStream(new, index, tokenizer, shape.max_model_len)
-    stop = stream.take(Sample(new.seq_id, token_ids[:num_valid]))
-    num_read, is_full = stream.num_tokens, stream.num_tokens == stream.max_output
-    is_complete = num_valid is not None and num_read == num_valid
-    if stop is None and not is_full and not is_complete:
-        return num_read, stream.text, None
-    is_cut = stop is None and not is_complete
-    end = FinishReason.LENGTH if is_cut else FinishReason.STOP
-    is_matched = stop is not None and isinstance(stop.reason, str)
-    return num_read, stream.text if is_matched else stream.text + stream.finish(is_cut=is_cut), end
+    request, token_ids = answer.request, answer.token_ids[index]
+    sampling, stops = request.sampling, _stops(answer)
+    assert sampling.max_tokens is not None
+    num_most = min(sampling.max_tokens, shape.max_model_len - len(request.token_ids))
+    num_complete = _count_until_complete(answer.job, token_ids)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, searched = "", 0
+    for number, token in enumerate(token_ids, start=1):
+        may_stop = number > sampling.min_tokens
+        if may_stop and token in stops:
+            return number, text + decoder.decode(b"", final=True), FinishReason.STOP
+        text += decoder.decode(bytes([token])) if token < EOS else ""
+        if not may_stop:
+            searched = len(text)
+        found = [(text.index(stop, searched), stop) for stop in sampling.stop if stop in text[searched:]]
+        if may_stop and found:
+            return number, text[: min(found)[0]], FinishReason.STOP
+        if number == num_complete:
+            return number, text + decoder.decode(b"", final=True), FinishReason.STOP
+        if number == num_most:
+            return number, text, FinishReason.LENGTH
+    return len(token_ids), text, None
 
 
 def _count_until_complete(job: Job, token_ids: Sequence[int]) -> int | None:

@@ -226,6 +226,8 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     draw = random.Random(f"drafts {seed}")
     if draw.random() < DRAFTED_SHARE:
         drawn = msgspec.structs.replace(drawn, drafts=draw.choice(("chain", "tree")))
+        if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
+            drawn = _move_in_bursts(drawn, draw)
     draw = random.Random(f"adapters {seed}")
     if draw.random() < ADAPTED_SHARE:
         drawn = _adapt(drawn, draw)
@@ -240,8 +242,8 @@ def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
     span_s = draw.choice((0.5, 3.0))
     jobs = tuple(
         replace(job, prompt=draw.choice(texts) + job.prompt[:6], at_s=round(job.at_s + number * draw.random() * span_s, 4))
-        for number in range(3)
-        for job in scenario.jobs[:5]
+        for number, jobs in enumerate((scenario.jobs, scenario.jobs[:5], scenario.jobs[:5]))
+        for job in jobs
     )
     drops = tuple(
         OperatorAction(at_s=round(draw.random() * 2 * span_s, 4), kind="forget", job=draw.randrange(len(jobs)))
@@ -255,6 +257,21 @@ def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
         jobs=jobs,
         operations=scenario.operations + drops,
     )
+
+
+def _move_in_bursts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose requests move while they get several tokens in a step; some of them near their end."""
+    moves = tuple(
+        OperatorAction(
+            at_s=round(job.at_s + draw.random() * MOVES_SPAN_S / 2, 4),
+            kind="migrate",
+            replica=draw.randrange(scenario.num_replicas),
+            job=number,
+        )
+        for number, job in enumerate(scenario.jobs)
+        for _ in range(draw.choice((0, 2, 4)))
+    )
+    return msgspec.structs.replace(scenario, operations=scenario.operations + moves)
 
 
 def _shape_answer(job: Job, draw: random.Random) -> Job:

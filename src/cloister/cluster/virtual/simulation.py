@@ -104,8 +104,8 @@ def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
     weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
     plain = replace(simulation.shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
     shapes = [replace(plain, weights=each) for each in weights]
-    if are_right(simulation.answers, shapes[0], tokenizer) or (
-        len(shapes) > 1 and all(any(are_right([a], shape, tokenizer) for shape in shapes) for a in simulation.answers)
+    if are_right(simulation.answers, shapes[0]) or (
+        len(shapes) > 1 and all(any(are_right([a], shape) for shape in shapes) for a in simulation.answers)
     ):
         return [wrong for answer in simulation.answers for wrong in check_answer(answer, answer.as_given(), simulation)]
     alone = [answer_alone(simulation, shape) for shape in shapes]
