@@ -20,7 +20,7 @@ import msgspec
 
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ReplicaSet
-from cloister.cluster.virtual.checks import JobAnswer, SequenceAnswer, check_answer, check_events, leftovers_of_front
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, leftovers_of_front
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperatorAction, Scenario
 from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, answer_all, make_request, operate
@@ -99,7 +99,7 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
     alone = run.answer_alone()
     asyncio.run(run.run())
     for answer, expected in zip(run.answers, alone, strict=True):
-        run.violations += check_answer(answer, expected, run)
+        run.violations += check_answer(answer, expected.as_given(), run)
     run.violations += check_events(run)
     num_tokens = sum(len(ids) for answer in run.answers for ids in answer.token_ids)
     num_requests = sum(answer.refusal is None for answer in run.answers)
@@ -130,7 +130,7 @@ class _ProcessRun:
         self._is_over = False
         self._before = {*_descendants(os.getpid())}
 
-    def answer_alone(self) -> list[list[SequenceAnswer]]:
+    def answer_alone(self) -> list[JobAnswer]:
         """Makes the requests, and returns what one engine in this process answers to each."""
         core = build_engine(self._settings(replicas=1, max_waiting=len(self.scenario.jobs) + 1).engine.config)
         tokenizer = Tokenizer(Path(core.model.path))

@@ -20,7 +20,6 @@ from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
 from cloister.cluster.virtual.checks import (
     RECOVERY_S,
     JobAnswer,
-    SequenceAnswer,
     check_answer,
     check_events,
     leftovers_of_front,
@@ -111,8 +110,10 @@ def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
     alone = [answer_alone(simulation, shape) for shape in shapes]
     found: list[str] = []
     for number, answer in enumerate(simulation.answers):
-        each = [check_answer(answer, of_shape[number], simulation) for of_shape in alone]
+        each = [check_answer(answer, of_shape[number].as_given(), simulation) for of_shape in alone]
         found += next((wrong for wrong in each if not wrong), each[0])
+        if not all(are_right([of_shape[number]], shape) for of_shape, shape in zip(alone, shapes, strict=True)):
+            found.append(f"{answer.request.request_id}: one engine alone says something else than the program")
     return found
 
 
@@ -555,14 +556,14 @@ class _Simulation:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
 
 
-def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[SequenceAnswer]]:
+def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[JobAnswer]:
     """Returns what one engine alone answers without faults."""
     engine = make_engine(shape, simulation.tokenizer, VirtualClock())
     return answer_all(engine.core, simulation.answers)
 
 
-def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[SequenceAnswer]]:
-    """Returns what an engine answers, without deadlines: each sequence of each job."""
+def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[JobAnswer]:
+    """Returns what an engine answers to the same requests, without deadlines."""
     answers = [JobAnswer.to(answer.job, answer.request) for answer in given]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:
@@ -570,4 +571,4 @@ def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[Sequen
     while (outputs := core.step()) is not None:
         for output in outputs.outputs:
             by_id[output.request_id].take(output)
-    return [answer.as_given() for answer in answers]
+    return answers
