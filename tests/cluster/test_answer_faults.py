@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 
 from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
 from cloister.cluster.virtual.scenario import Scenario
 from cloister.cluster.virtual.tier_threads import VirtualTierThreads
@@ -91,7 +93,6 @@ def scenarios_with(has: Callable[[Scenario], bool], count: int, first: int = 0) 
 # Bugs that are planted, each in place of a method. What they call is the real one.
 
 open_grammar, root, replay_text, take = Grammars.open, PrefixKeys.root, OutputStream.replay, OutputStream.take
-arrive = BatchState.arrive
 
 
 def begin_anew(grammars: Grammars, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
@@ -201,3 +202,63 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(where, name, wrong)
     scenarios = scenarios_with(has, MOST_SCENARIOS, FIRST_SEEDS.get(bug, 0))
     assert any(fuzz.replay(scenario).violations for scenario in scenarios)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_rule_lets_the_same_tokens_follow_as_the_grammar(name: str) -> None:
+    """The rule knows nothing of the library that follows grammars in engines."""
+    draw, compiler = random.Random(name), GrammarCompiler(fuzz._tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    beginning, mask = compiler.compile(GRAMMARS[name].write()), np.zeros(compiler.num_words, np.uint32)
+    for _ in range(20):
+        matcher, rule = beginning.copy(), GRAMMARS[name].rule
+        while not matcher.is_complete:
+            assert matcher.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            assert allowed == sorted(find_next(rule)) + [EOS] * may_end(rule)
+            token = draw.choice(sorted(find_next(rule)))
+            matcher.accept([token])
+            rule = derive(rule, token)
+        assert not find_next(rule)
+
+
+def test_what_is_drawn_happens() -> None:
+    """So what the search finds, or does not find, is of some worth."""
+    seen: Counter[str] = Counter()
+    follow, tell, own_arrive = Verification.follow, VirtualTierThreads._tell, BatchState.arrive
+    accept = Verification.accept
+
+    def count_path(verification: Verification) -> None:
+        seen["accepted"] += bool(verification.path)
+        seen["rejected"] += len(verification.path) < len(verification.draft.token_ids)
+
+    def count_follow(verification: Verification, sampled: Sequence[int]) -> None:
+        follow(verification, sampled)
+        count_path(verification)
+
+    def count_accept(verification: Verification, *args: Any) -> bool:
+        goes_on = accept(verification, *args)
+        if not goes_on and verification.state.grammar is not None:
+            seen["accepted under a grammar"] += bool(verification.path)
+        return goes_on
+
+    def count_arrival(batch: BatchState, new: NewSequence) -> None:
+        own_arrive(batch, new)
+        if len(new.token_ids) > new.num_prompt_tokens:
+            seen["resumed in a grammar"] += new.sampling.grammar is not None
+            seen["resumed with an adapter"] += new.adapter is not None
+
+    def count_read(threads: VirtualTierThreads, job: Any) -> Any:
+        seen["restored"] += len(job.objects)
+        seen["unreadable"] += job.unreadable is not None
+        return tell(threads, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Verification, "follow", count_follow)
+        patch.setattr(Verification, "accept", count_accept)
+        patch.setattr(BatchState, "arrive", count_arrival)
+        patch.setattr(VirtualTierThreads, "_tell", count_read)
+        for has in (has_drafts, has_adapters, has_grammars, has_tiers):
+            for scenario in scenarios_with(has, 12):
+                assert not fuzz.replay(scenario).violations
+    assert min(seen[name] for name in ("accepted", "rejected", "accepted under a grammar", "restored")) >= 10
+    assert min(seen[name] for name in ("resumed in a grammar", "resumed with an adapter", "unreadable")) >= 2
