@@ -29,7 +29,6 @@ from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
 from cloister.kv.tiers import KVTierIndex, TierBlock
-from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.text import StopStrings
 from cloister.text.grammar import GrammarCompiler
@@ -121,7 +120,9 @@ def keep_positions(generator: TokenGenerator, *_: object) -> None:
 
 def accept_everything(verification: Verification) -> Sample:
     draft = verification.draft.token_ids
-    return Sample(verification.state.seq_id, verification.token_ids, verification.logprobs, len(draft), tuple(range(len(draft))))
+    return Sample(
+        verification.state.seq_id, verification.token_ids, verification.logprobs, len(draft), tuple(range(len(draft)))
+    )
 
 
 def leave_out_the_rest_of_a_step(shadow: Shadow, index: int, num_said: int, num_own: int, *, is_open: bool) -> ShadowState:

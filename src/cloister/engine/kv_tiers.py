@@ -96,9 +96,7 @@ class TierThreads(Protocol):
     def close(self) -> None: ...
 
 
-MakeTierThreads = Callable[
-    [Sequence[TierFile], KVFormat, Callable[[TierBlock], AESGCM | None], TierCodec | None], TierThreads
-]
+MakeTierThreads = Callable[[Sequence[TierFile], KVFormat, Callable[[TierBlock], AESGCM | None], TierCodec | None], TierThreads]
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +115,7 @@ class TierMachine:
     draw_bytes: Callable[[int], bytes] = secrets.token_bytes
 
 
-def _find_nothing(block: TierBlock) -> AESGCM | None:
+def _find_nothing(_: TierBlock) -> AESGCM | None:
     """Opens no block of another engine."""
     return None
 

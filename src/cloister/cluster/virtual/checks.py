@@ -132,7 +132,7 @@ def check_answer(answer: JobAnswer, alone: list[SequenceAnswer], run: RunRecord)
             wrong.append(f"{where} got other log-probabilities than from one engine alone")
         wrong += _check_end(where, end, reason, answer, run)
     if has_wrong_prompt(answer, alone[0].prompt_logprobs):
-        wrong.append(f"{name} got other log-probabilities of its prompt than from one engine alone, or {len(answer.prompt_logprobs)} times")
+        wrong.append(f"{name} got other log-probabilities of its prompt than from one engine alone, or not once")
     return wrong
 
 

@@ -1,7 +1,7 @@
 """Grammars of the requests of a virtual cluster, and what they let follow, without the library that engines follow them with.
 
-Each is written twice: as a client writes it (`types.request.Grammar`), and as a rule whose derivatives by the bytes of an answer
-(Brzozowski 1964, "Derivatives of regular expressions") say what may come next. Pure.
+Each is written twice: as a client writes it (`types.request.Grammar`), and as a rule whose derivatives by the bytes of an
+answer (Brzozowski 1964, "Derivatives of regular expressions") say what may come next. Pure.
 """
 
 from __future__ import annotations
@@ -202,8 +202,6 @@ GRAMMARS: Final[Mapping[str, KnownGrammar]] = {
     ),
     "choice": KnownGrammar(GrammarKind.CHOICE, json.dumps(_CHOICES), either(*map(text, _CHOICES))),
     "object": KnownGrammar(GrammarKind.JSON_SCHEMA, json.dumps(_SCHEMA), _write_object()),
-    "nested": KnownGrammar(
-        GrammarKind.LARK, 'start: "(" start ")" | "[" start start "]" | /[abc]/', _named("nested")
-    ),
+    "nested": KnownGrammar(GrammarKind.LARK, 'start: "(" start ")" | "[" start start "]" | /[abc]/', _named("nested")),
 }
 """By the names that scenarios have for them."""

@@ -1,7 +1,7 @@
 """A tiny program: its KV cache holds tokens, and its logits are a hash of the whole history read back from there.
 
-A wrong block table, a copy not made, a wipe too many, a position off by one, KV of another adapter, a draft that was rejected and
-stays: each shows in the logits, or raises.
+A wrong block table, a copy not made, a wipe too many, a position off by one, KV of another adapter, a draft that was rejected
+and stays: each shows in the logits, or raises.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class HistoryProgram(Program):
         return history_logits(seen, self.vocab_size, salt_of(self.salt, adapter))
 
     def look(self, token_ids: npt.ArrayLike, slot: int) -> FloatArray:
-        """Returns the logits [vocab_size] that follow these tokens with the adapter of a slot, -1 for none; computes nothing."""
+        """Returns the logits [vocab_size] that follow these tokens with the adapter of a slot, -1 for none. Writes no KV."""
         return self.logits_after(np.asarray(token_ids, np.int64), self._find_adapter(slot))
 
     def load_adapter(self, slot: int, adapter: AdapterWeights) -> None:

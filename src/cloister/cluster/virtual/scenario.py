@@ -302,14 +302,19 @@ def _shape_answer(job: Job, draw: random.Random) -> Job:
 
 
 def _adapt(scenario: Scenario, draw: random.Random) -> Scenario:
-    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in the adapter. A
-    front is not killed where adapters change, as in `_update`."""
+    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in theirs.
+
+    A front is not killed where adapters change, as in `_update`.
+    """
     replace = msgspec.structs.replace
     jobs = tuple(replace(job, adapter=draw.choice((0, 1, 1, 2))) for job in scenario.jobs)
     longest_s = max(job.at_s for job in jobs)
     if draw.random() < 0.4:
         shared = SHARED_TEXT * draw.choice((1, 2))
-        jobs = tuple(replace(job, prompt=shared + job.prompt[:8], tenant=0, at_s=round(job.at_s + 0.2 * (job.adapter % 2), 4)) for job in jobs)
+        jobs = tuple(
+            replace(job, prompt=shared + job.prompt[:8], tenant=0, at_s=round(job.at_s + 0.2 * (job.adapter % 2), 4))
+            for job in jobs
+        )
     changes = tuple(
         OperatorAction(
             at_s=round(draw.random() * (longest_s + 0.5), 4),

@@ -94,11 +94,11 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
         run_virtually(simulation.run())
     except RuntimeError as error:  # nothing will ever happen again
         return simulation.outcome([str(error)])
-    simulation.violations += _check_answers(simulation, tokenizer) + check_events(simulation)
+    simulation.violations += _check_answers(simulation) + check_events(simulation)
     return simulation.outcome(simulation.violations)
 
 
-def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
+def _check_answers(simulation: _Simulation) -> list[str]:
     """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
     weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
     plain = replace(simulation.shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
@@ -509,7 +509,7 @@ class _Simulation:
         num_open = 0 if process.kv_links is None else process.kv_links.num_open
         if any(left) or num_open:
             yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
-        if (num_reads := process.engine.num_tier_reads()):
+        if num_reads := process.engine.num_tier_reads():
             yield f"engine {index} still reads {num_reads} times from its tiers"
         scheduler.pool.check()
         if scheduler.kv_restores is not None:

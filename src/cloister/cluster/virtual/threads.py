@@ -58,6 +58,6 @@ class VirtualThread(Executor):
         """Does nothing: what was submitted is done, as by a thread that goes on."""
 
 
-def at_once(name: str) -> VirtualThread:
+def at_once(_: str) -> VirtualThread:
     """Makes a thread that takes no time (`executor.grammar.Grammars`)."""
     return VirtualThread()

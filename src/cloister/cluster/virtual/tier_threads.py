@@ -1,7 +1,7 @@
 """Threads of the KV tiers of a virtual engine: blocks lie in a dictionary, and are written and read in virtual time.
 
-Reads come in parts, late or never; slots are torn; disks become full. As where blocks are sealed, what is not the very block that
-was stored does not open.
+Reads come in parts and late; slots are torn; disks become full. As where blocks are sealed, what is not the very block that was
+stored does not open.
 """
 
 from __future__ import annotations
@@ -224,6 +224,4 @@ class VirtualTierThreads:
     def _tell(self, job: _Job) -> TierArrival:
         arrived = sum(num_bytes for num_bytes, _ in job.measured) / max(1, job.read.num_bytes)
         saved_s = arrived * job.read.compute_s - sum(elapsed_s for _, elapsed_s in job.measured)
-        return TierArrival(
-            job.read, job.objects, job.num_arrived, job.measured[:], saved_s, job.unreadable, job.is_complete
-        )
+        return TierArrival(job.read, job.objects, job.num_arrived, job.measured[:], saved_s, job.unreadable, job.is_complete)
