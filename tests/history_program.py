@@ -28,10 +28,10 @@ class HistoryProgram(history_program.HistoryProgram):
         return super().step(batch, wants)
 
     def compute(self, batch: ForwardBatch) -> FloatArray:
-        assert (batch.context_lens == batch.positions[batch.query_starts[1:] - 1] + 1).all()
+        assert batch.parents is not None or (batch.context_lens == batch.positions[batch.query_starts[1:] - 1] + 1).all()
         return super().compute(batch)
 
-    def logits_after(self, seen: np.ndarray) -> FloatArray:
+    def logits_after(self, seen: np.ndarray, adapter: int = 0) -> FloatArray:
         if self.poison is not None and self.poison in seen:
             return np.full(self.vocab_size, np.nan, np.float32)
-        return super().logits_after(seen)
+        return super().logits_after(seen, adapter)

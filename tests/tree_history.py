@@ -1,4 +1,4 @@
-"""`HistoryProgram` with token trees, and a drafter that knows the answers but is often wrong on purpose."""
+"""`HistoryProgram` with token trees alone, and a drafter that knows the answers but is often wrong on purpose."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 from cloister.backends.base import Capability
 from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest
 from cloister.scheduler.speculation import DraftDecision
-from tests.history_program import FloatArray, HistoryProgram, history_logits
+from tests.history_program import FloatArray, HistoryProgram
 from tests.samplers import DrawingHistoryProgram
 
 __all__ = ["DrawingTreeProgram", "Erratic", "Prophet", "TreeHistoryProgram"]
 
 
 class TreeHistoryProgram(HistoryProgram):
-    """Keeps a tree's tokens in the slots that `ForwardBatch.parents` says, and reads a node's history along its path.
+    """Counts the steps with trees.
 
     Args:
         moves: False forgets to move accepted positions, as a broken program would.
@@ -30,35 +30,12 @@ class TreeHistoryProgram(HistoryProgram):
         self._moves = moves
 
     def compute(self, batch) -> FloatArray:
-        if batch.parents is None:
-            return super().compute(batch)
-        self.num_trees += 1
-        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
-        for i, (start, end) in enumerate(zip(batch.query_starts[:-1].tolist(), batch.query_starts[1:].tolist(), strict=True)):
-            first = int(batch.context_lens[i]) - (end - start)
-            table = batch.block_tables[i]
-            for token in range(start, end):
-                self.slots[table[(first + token - start) // self.block_size], (first + token - start) % self.block_size] = (
-                    batch.token_ids[token] + 1,
-                    batch.positions[token],
-                )
-            before = self._read(table, first).tolist()
-            paths: list[list[int]] = []
-            for token in range(start, end):
-                parent = int(batch.parents[token])
-                assert start <= parent < token or parent == -1
-                above = paths[parent - start] if parent >= 0 else []
-                assert batch.positions[token] == first + len(above)
-                paths.append([*above, int(batch.token_ids[token])])
-            for row in np.flatnonzero((batch.logit_rows >= start) & (batch.logit_rows < end)):
-                seen = before + paths[int(batch.logit_rows[row]) - start]
-                logits[row] = np.nan if self.poison in seen else history_logits(seen, self.vocab_size)
-        return logits
+        self.num_trees += batch.parents is not None
+        return super().compute(batch)
 
     def move_positions(self, moves) -> None:
-        flat = self.slots.reshape(-1, 2)
-        for source, target in moves.tolist() if self._moves else ():
-            flat[target] = flat[source]
+        if self._moves:
+            super().move_positions(moves)
 
 
 class DrawingTreeProgram(DrawingHistoryProgram, TreeHistoryProgram):

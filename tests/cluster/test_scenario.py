@@ -93,11 +93,22 @@ def test_both_find_a_bug(on: Body, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_only_virtual_time_can_do_is_refused_by_name_or_left_out() -> None:
     lost = InjectedFault(at_s=0.0, kind="network", amount=0.3)
     worse = OperatorAction(at_s=0.0, kind="update", weights=1, trouble="step")
+    loaded = OperatorAction(at_s=0.0, kind="load")
     scenario = msgspec.structs.replace(
-        SCENARIO, faults=(CRASH, lost), operations=(worse,), damages_kv=0.5, clock_offsets_s=(1.0,), length_error="zero"
+        SCENARIO,
+        jobs=tuple(msgspec.structs.replace(job, adapter=1) for job in JOBS),
+        faults=(CRASH, lost),
+        operations=(worse, loaded),
+        damages_kv=0.5,
+        clock_offsets_s=(1.0,),
+        length_error="zero",
+        drafts="tree",
+        tiers=(8, 0),
+        num_adapters=1,
     )
     named = ["faults: network", "operations: update with weights", "operations: update with trouble"]
-    assert find_impossible(scenario, "local") == [*named, "damages_kv", "clock_offsets_s", "length_error"]
+    named += ["operations: load or unload", "jobs: adapter", "damages_kv", "clock_offsets_s", "length_error", "drafts", "tiers"]
+    assert find_impossible(scenario, "local") == named
     with pytest.raises(ConfigError, match=r"faults: network, .*--skip-impossible"):
         run_on_processes(scenario, "local", MODEL)
     assert without_impossible(scenario, "local") == msgspec.structs.replace(SCENARIO, faults=(CRASH,), operations=())

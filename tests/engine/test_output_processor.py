@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from cloister.engine.core import Runner
 from cloister.types.events import Submit
 from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.step import StepPlan, StepResult
 from tests.engine.replica import EOS, SpeakingRunner, ends, make_replica, make_request, texts
 
 
@@ -142,6 +144,21 @@ def test_prompt_logprobs_come_once_and_whole(model_path: Path, num_blocks: int) 
     assert b"".join(e.text for e in entries[1:] if e is not None) == b" prompt of some length"
     assert all(len(e.top_texts) == 2 for e in entries[1:] if e is not None)
     assert all(o.logprobs is not None and [e.token_id for e in o.logprobs] == o.token_ids for o in outputs)
+
+
+def test_an_answer_that_ends_before_its_prompt_is_computed_has_none_of_its_logprobs(model_path: Path) -> None:
+    def fail(runner: Runner) -> Runner:
+        def run(plan: StepPlan) -> StepResult:
+            raise OSError("a step that was to fail")
+
+        runner.run = run  # type: ignore[method-assign]
+        return runner
+
+    replica = make_replica(model_path, wrap=fail)
+    replica.core.input_queue.put(Submit(make_request("a prompt", prompt_logprobs=1)))
+    (output,) = replica.drive()[0]
+    assert output.finish_reason is FinishReason.ERROR
+    assert output.prompt_logprobs is None
 
 
 def test_a_prompt_alone_can_be_scored(model_path: Path) -> None:

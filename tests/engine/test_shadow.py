@@ -52,6 +52,15 @@ def test_several_tokens_of_one_step_are_not_cut_in_two() -> None:
     assert shadow.compare([[1, 2, 3, 4]], {0}) is ShadowState.LEVEL
 
 
+def test_an_end_is_no_reason_to_leave_out_the_rest_of_a_step() -> None:
+    shadow = Shadow([[1]], {0})
+    say(shadow, [2, 3, 4])
+    say(shadow, [5], end=FinishReason.LENGTH, last=True)
+    assert shadow.compare([[1, 2]], {0}) is ShadowState.BEHIND  # 3 and 4 would be lost
+    assert shadow.compare([[1, 2, 3, 4]], {0}) is ShadowState.AHEAD
+    assert news_of(shadow, [[1, 2, 3, 4]], {0}) == ["Progressed", "Ended", [5]]
+
+
 def test_an_end_that_the_client_has_not_seen_is_news_and_one_that_it_has_is_not() -> None:
     shadow = Shadow([[1], [1]], {0, 1})
     say(shadow, [2], index=0, end=FinishReason.STOP)

@@ -398,6 +398,16 @@ def test_a_prefetch_for_nobody_is_gone_after_its_time():
     assert target.pool.num_used == target.pool.num_cached == 0
 
 
+def test_a_prefetch_ends_with_a_request_that_is_refused():
+    source, target = Engine(), Engine()
+    source.serve(make_request("first"))
+    target.scheduler.kv_loads.prefetch(make_request(), PROMPT, 0.0)
+    target.scheduler.add(make_request(), 0.0, refusal="its adapter is gone", loads_kv=True)
+    assert not target.scheduler.kv_loads.loading
+    kinds = [type(event).__name__ for event in target.scheduler.take_events()]
+    assert kinds.index("KVLoaded") < kinds.index("Ended")  # nobody hears of a request after its end
+
+
 def test_a_second_prefetch_of_one_request_replaces_the_first():
     source, target = Engine(), Engine()
     source.serve(make_request("first"))

@@ -57,6 +57,11 @@ class ReplicaAdapters:
         with self._calling():
             await asyncio.gather(*(replica.adapters.unload(name) for replica in self._list_clients()))
 
+    @property
+    def are_changing(self) -> bool:
+        """Whether one is being loaded or unloaded, or shall go when its requests have ended."""
+        return self.num_calls > 0 or any(client.adapters.is_changing for client in self._list_clients())
+
     @contextlib.contextmanager
     def _calling(self) -> Iterator[None]:
         self.num_calls += 1

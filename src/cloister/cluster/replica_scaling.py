@@ -62,7 +62,7 @@ class ReplicaScaling:
         """Asks the controller regularly, until it is cancelled."""
         while True:
             await asyncio.sleep(self._look_every_s)
-            if not (self._is_paused() or self._adapters.num_calls):
+            if not (self._is_paused() or self._adapters.are_changing):
                 self._look(asyncio.get_running_loop().time())
 
     async def settle(self) -> None:

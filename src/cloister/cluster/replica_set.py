@@ -163,6 +163,7 @@ class ReplicaSet(RequestClient):
         replica.diagnose = partial(self._diagnose, index)
         replica.after_receive = partial(self._follow_up, index)
         replica.after_end = partial(self._forget, index)
+        replica.adapters.is_used = self.uses_adapter
         replica.on_prefix_leased = partial(self._note_leased, index)
 
     async def start(self) -> None:
@@ -419,6 +420,10 @@ class ReplicaSet(RequestClient):
     @property
     def update_progress(self) -> UpdateProgress | None:
         return self._updates.progress
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether an open request of any replica has this adapter."""
+        return any(client.uses_adapter(digest) for client in self._states.clients)
 
     def _begin(self, work: Coroutine[None, None, None], name: str) -> None:
         task = asyncio.create_task(work, name=name)

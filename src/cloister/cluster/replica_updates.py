@@ -61,6 +61,8 @@ class ReplicaUpdates:
             raise InvalidRequestError("these replicas cannot be updated; start another server, and send requests there")
         if self.is_running:
             raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
+        if self._adapters.are_changing:
+            raise InvalidRequestError("an adapter is being loaded or unloaded; update when that has ended")
         release = self._make_release(self._release.model if model is None else model)
         self._update = RollingUpdate(self, release, None if model is None else self._release)
         self._actions.note_update()
@@ -135,6 +137,8 @@ class ReplicaUpdates:
     def put_client(self, index: int, client: EngineClient) -> EngineClient:
         old, self._clients[index] = self._clients[index], client
         old.detach()
+        # the count of a replica goes on: a counter that falls hides requests from a reader who comes now and then
+        self._states.num_routed_before[index] += old.snapshot().num_routed - client.snapshot().num_routed
         self._connect(index, client)
         self._forget(index)
         self._verifier.odd.discard(index)

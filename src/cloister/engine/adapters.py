@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
@@ -19,6 +20,7 @@ from cloister.types.errors import (
 from cloister.types.events import AdapterReply, FrontMessage, LoadAdapter, UnloadAdapter
 from cloister.types.request import AdapterInfo
 
+_LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
 
@@ -131,6 +133,8 @@ class AdapterRegister:
 
 CALL_TIMEOUT_S: Final = 30.0
 """Timeout for loading or unloading an adapter."""
+LOOK_EVERY_S: Final = 0.05
+"""How often it is looked whether requests still use an adapter that is to go."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -154,15 +158,23 @@ class AdapterManager(Protocol):
 class AdapterCalls:
     """Adapters of one engine, as known to its front.
 
+    An adapter stays in the engine, and in one that takes its place, until no request uses it: such a request may move or be
+    resumed.
+
     Args:
         send: passes a message to the engine.
+        is_used: whether an open request uses the adapter of this digest.
 
     Attributes:
         loaded: name -> adapter, for all adapters that a request may use.
+        is_used: as above; of several replicas it is asked of all, as requests move.
     """
 
-    def __init__(self, send: Callable[[FrontMessage], None]) -> None:
+    def __init__(self, send: Callable[[FrontMessage], None], is_used: Callable[[str], bool]) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
+        self.is_used = is_used
+        self._leaving: dict[str, AdapterInfo] = {}
+        self._unloading: set[asyncio.Task[None]] = set()
         self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
         self._num_loading = 0
         self._is_overdue = False
@@ -173,7 +185,12 @@ class AdapterCalls:
         self._has_started = True
         self._is_overdue = False
         self.loaded.clear()
-        self.loaded.update((adapter.name, adapter) for adapter in loaded)
+        self.loaded.update((adapter.name, adapter) for adapter in loaded if adapter.name not in self._leaving)
+
+    @property
+    def is_changing(self) -> bool:
+        """Whether an adapter is being loaded or unloaded."""
+        return self._num_loading > 0 or bool(self._unloading)
 
     @property
     def is_loading(self) -> bool:
@@ -185,7 +202,8 @@ class AdapterCalls:
         started."""
         if not self._has_started:
             return at_first
-        return ",".join(f"{adapter.name}={adapter.path}" for adapter in self.loaded.values()) or None
+        kept = {**self.loaded, **self._leaving}
+        return ",".join(f"{adapter.name}={adapter.path}" for adapter in kept.values()) or None
 
     async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter's directory.
@@ -218,13 +236,53 @@ class AdapterCalls:
             DeadlineError: requests still use it; it is unloaded when they have ended.
             EngineError: the engine ended.
         """
+        if name in self._leaving:
+            raise NotFoundError(
+                "the adapter of this name is being unloaded already; it goes when its requests have ended", param="lora_name"
+            )
         adapter = self.loaded.pop(name, None)
+        if adapter is not None:
+            self._leaving[name] = adapter
+        task = asyncio.create_task(self._unload(name, adapter), name="unloading of an adapter")
+        self._unloading.add(task)
+        task.add_done_callback(self._end_unload)
+        await asyncio.wait({task}, timeout=CALL_TIMEOUT_S)
+        if not task.done():
+            raise DeadlineError(_LATE)
+        await task
+
+    async def _unload(self, name: str, adapter: AdapterInfo | None) -> None:
+        while adapter is not None and self._is_needed(adapter.digest):
+            await asyncio.sleep(LOOK_EVERY_S)
         try:
-            await self._call(lambda call_id: UnloadAdapter(call_id, name))
+            await self._tell_to_unload(name)
         except InvalidRequestError:
             if adapter is not None:
                 self.loaded[name] = adapter
             raise
+        finally:
+            self._leaving.pop(name, None)
+
+    async def _tell_to_unload(self, name: str) -> None:
+        """Has the engine unload an adapter; if it ends meanwhile, the one that takes its place, which may have it too."""
+        deadline_s = asyncio.get_running_loop().time() + CALL_TIMEOUT_S
+        while True:
+            try:
+                await self._call(lambda call_id: UnloadAdapter(call_id, name))
+                return
+            except EngineError:
+                if asyncio.get_running_loop().time() >= deadline_s:
+                    raise
+                await asyncio.sleep(LOOK_EVERY_S)
+
+    def _is_needed(self, digest: str) -> bool:
+        """Whether requests use an adapter that is not loaded under another name too."""
+        return self.is_used(digest) and digest not in {adapter.digest for adapter in self.loaded.values()}
+
+    def _end_unload(self, task: asyncio.Task[None]) -> None:
+        self._unloading.discard(task)
+        if not task.cancelled():
+            task.exception()  # who called may have been told that it takes longer
 
     def deliver(self, reply: AdapterReply) -> None:
         """Dispatches a reply of the engine."""
@@ -239,9 +297,7 @@ class AdapterCalls:
         try:
             reply = await self._calls.call(make, CALL_TIMEOUT_S)
         except TimeoutError:
-            raise DeadlineError(
-                "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
-            ) from None
+            raise DeadlineError(_LATE) from None
         if reply.error is not None:
             raise _as_error(reply.error, reply.code)
         return reply

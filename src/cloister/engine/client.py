@@ -380,7 +380,7 @@ class EngineClient(RequestClient):
         self.on_prefix_leased: Callable[[PrefixLeased], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
-        self.adapters = AdapterCalls(self._call)
+        self.adapters = AdapterCalls(self._call, self.uses_adapter)
         self._cache_calls: EngineCalls[CacheReply] = EngineCalls(self._call)
         self._transport = transport
         self._config = config
@@ -701,6 +701,10 @@ class EngineClient(RequestClient):
         if self._is_open:
             for message in self._requests.take_due():
                 self._transport.send(message)
+
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether an open request has this adapter."""
+        return self._requests.uses_adapter(digest)
 
     def _call(self, message: FrontMessage) -> None:
         if self.closed is not None:

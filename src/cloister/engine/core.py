@@ -52,7 +52,7 @@ from cloister.types.step import StepPlan, StepResult
 
 if TYPE_CHECKING:
     from cloister.engine.kv_pool import PoolSeat
-    from cloister.engine.kv_tiers import EngineTiers
+    from cloister.engine.kv_tiers import EngineTiers, TierMachine
     from cloister.executor.grammar import Grammars
     from cloister.executor.image_encoding import ImageEncoding
 
@@ -165,6 +165,7 @@ class EngineCore:
         pool: tuple[int, PoolSeat] | None = None,
         codec: str | None = None,
         admission: str | None = None,
+        machine: TierMachine | None = None,
     ) -> None:
         """Lets this engine keep evicted KV below the device. Call it before the first request, and in the process that runs it.
 
@@ -173,6 +174,7 @@ class EngineCore:
             codec: `kv_tier_codec`: how they compress KV.
             admission: `kv_tier_admission`: which blocks full ones store.
             pool: descriptor of the memory that engines share, and this one's seat.
+            machine: on which it runs; None: this one.
 
         Raises:
             ConfigError: a tier cannot be used, or the program cannot export KV, or it cannot be compressed.
@@ -180,9 +182,11 @@ class EngineCore:
         if self._kv_blocks is None:
             raise ConfigError("this back end cannot export KV; leave kv_tier out, or compute on a CPU", param="kv_tier")
         from cloister.engine.kv_tier_storage import parse_tiers  # only when it was asked for: it imports cryptography
-        from cloister.engine.kv_tiers import EngineTiers
+        from cloister.engine.kv_tiers import EngineTiers, TierMachine
 
-        self._tiers = EngineTiers(self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec, admission)
+        self._tiers = EngineTiers(
+            self._scheduler, self._kv_blocks, parse_tiers(setting), pool, codec, admission, machine or TierMachine()
+        )
 
     def disable_overlap(self) -> None:
         """Disables overlapping steps, to measure the parts of a step. No step may be running."""

@@ -452,6 +452,10 @@ class InFlightRequests:
         """Returns a request that has not ended."""
         return self._by_id.get(request_id)
 
+    def uses_adapter(self, digest: str) -> bool:
+        """Whether a request that has not ended has this adapter."""
+        return any(found.request.adapter == digest for found in self._by_id.values())
+
     def snapshots(self) -> list[RequestSnapshot]:
         """Returns the progress of every request that something waits for, in the order of their arrival."""
         return [found.snapshot() for found in self._by_id.values() if found.sink is not None]

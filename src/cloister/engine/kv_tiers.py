@@ -7,7 +7,10 @@ import math
 import secrets
 import time
 from collections.abc import Callable, Sequence
-from typing import Final
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.engine.kv_peer_loans import PeerLoans
 from cloister.engine.kv_pool import PoolSeat
@@ -17,11 +20,12 @@ from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
+from cloister.kv import KVFormat
 from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS, TierAdmission
 from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierBlock, TierLayout
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
-from cloister.scheduler.kv_restores import TRIAL
+from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import KVStored
 
 FIND_OLDEST_EVERY_S: Final = 1.0
@@ -55,6 +59,67 @@ class TierTotals:
         return KVStored(self._index.name, num_bytes, used_bytes, oldest_s)
 
 
+class TierThreads(Protocol):
+    """What writes and reads blocks beside the steps, as `TierWorker` does."""
+
+    @property
+    def files(self) -> Sequence[TierFile]: ...
+
+    def probe(self) -> list[tuple[int, float]]: ...
+
+    def on_news(self, wake: Callable[[], None]) -> None: ...
+
+    def choose_level(self, byte_s: float) -> None: ...
+
+    def take_choice(self) -> bool: ...
+
+    def use_layouts(self, layouts: Sequence[TierLayout]) -> None: ...
+
+    def write(self, block: TierBlock, content: bytes) -> None: ...
+
+    def move(self, block: TierBlock, moved: TierBlock) -> None: ...
+
+    def read(self, read: TierRead) -> None: ...
+
+    def cancel(self, request_id: str) -> tuple[int, int, float] | None: ...
+
+    def find_secret(self, root: bytes) -> bytes | None: ...
+
+    def forget(self, root: bytes) -> None: ...
+
+    def is_stuck(self, tier: int) -> bool: ...
+
+    def take_read(self) -> list[TierArrival]: ...
+
+    def take_written(self, tier: int) -> tuple[list[tuple[TierBlock, bool]], float]: ...
+
+    def close(self) -> None: ...
+
+
+MakeTierThreads = Callable[[Sequence[TierFile], KVFormat, Callable[[TierBlock], AESGCM | None], TierCodec | None], TierThreads]
+
+
+@dataclass(frozen=True, slots=True)
+class TierMachine:
+    """What tiers use of a machine beside their files. A simulator has another one.
+
+    Attributes:
+        make_threads: makes what writes and reads.
+        process_s, thread_s: processor time of the process, and of the engine's thread.
+        draw_bytes: draws secrets.
+    """
+
+    make_threads: MakeTierThreads = TierWorker
+    process_s: Callable[[], float] = time.process_time
+    thread_s: Callable[[], float] = time.thread_time
+    draw_bytes: Callable[[int], bytes] = secrets.token_bytes
+
+
+def _find_nothing(_: TierBlock) -> AESGCM | None:
+    """Opens no block of another engine."""
+    return None
+
+
 class EngineTiers:
     """The tiers of one engine.
 
@@ -64,6 +129,7 @@ class EngineTiers:
         codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
         admission: which blocks full tiers store (`kv_tier_admission`); None: the default.
         pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
+        machine: on which it runs.
 
     Raises:
         ConfigError: one cannot be used, or nothing can be compressed.
@@ -77,13 +143,15 @@ class EngineTiers:
         pool: tuple[int, PoolSeat] | None = None,
         codec: str | None = None,
         admission: str | None = None,
+        machine: TierMachine = TierMachine(),
     ) -> None:
+        self._machine = machine
         self._loads, self._blocks = scheduler.kv_loads, blocks
         self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
         self._is_choosing = False
         self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
         self._limits = [setting.limit_bytes for setting in settings]
-        salt = secrets.token_bytes(16)  # of this engine's process alone
+        salt = machine.draw_bytes(16)  # of this engine's process alone
         make = TIER_ADMISSIONS.get(admission or DEFAULT_ADMISSION)
 
         def admit(num_slots: int) -> TierAdmission:
@@ -110,17 +178,16 @@ class EngineTiers:
             storage = setting.storage
             files.append(TierFile(setting.name, storage.open(setting), layout, is_memory=storage.is_memory))
         self.tiers = KVTiers(indexes)
-        if self._member is None:
-            self.worker = TierWorker(files, blocks.form, codec=self._codec)
-        else:
-            self.worker = TierWorker(files, blocks.form, self._member.find_cipher)  # `launch.settings` refuses a codec here
+        find_cipher = _find_nothing if self._member is None else self._member.find_cipher
+        codec_of_threads = self._codec if self._member is None else None  # `launch.settings` refuses it with a pool
+        self.worker = machine.make_threads(files, blocks.form, find_cipher, codec_of_threads)
         for index, measured in zip(indexes, self.worker.probe(), strict=True):
             index.learn(*measured)
         scheduler.use_tiers(self.tiers)
         assert scheduler.kv_restores is not None
         self._restores = scheduler.kv_restores
         self._totals = [TierTotals(index) for index in indexes]
-        self._dispatched_s = time.process_time()
+        self._dispatched_s = machine.process_s()
         self._wake: Callable[[], None] = lambda: None
 
     def _plan(self, limit_bytes: int) -> TierLayout:
@@ -193,13 +260,13 @@ class EngineTiers:
                     self.tiers.indexes[tier].learn(num_bytes, elapsed_s)
         for read in self._restores.take_reads():
             worker.read(read)
-        self._dispatched_s = time.process_time()
+        self._dispatched_s = self._machine.process_s()
 
     def _copy(self, index: KVTierIndex) -> None:
         """Has the copies to one tier, and from it to the one below, made."""
         if not index.copies:
             return
-        started_s = time.thread_time()
+        started_s = self._machine.thread_s()
         copies, index.copies = index.copies, []
         contents = iter(self._blocks.export([source for source, _ in copies if isinstance(source, int)]))
         if self._codec is not None and (self._codec.chosen is None or self._is_choosing):
@@ -210,7 +277,7 @@ class EngineTiers:
                 self.worker.write(block, next(contents))
             else:
                 self.worker.move(source, block)
-        index.spend(time.thread_time() - started_s, [block for source, block in copies if isinstance(source, int)])
+        index.spend(self._machine.thread_s() - started_s, [block for source, block in copies if isinstance(source, int)])
 
     def _sample(self, blocks: Sequence[TierBlock], contents: Sequence[bytes]) -> None:
         """Gives the codec blocks to measure, and stores none of them: their slots have not got their size yet."""
@@ -232,7 +299,7 @@ class EngineTiers:
     def note_step(self, owners: Sequence[bytes | None]) -> None:
         """Notes that a step for these owners has run since `dispatch`: storing may take a small part of its processor time.
         Times on the clock would let it take more on a busy machine, where it takes most from others."""
-        self.tiers.earn_step(STORE_SHARE * (time.process_time() - self._dispatched_s), owners)
+        self.tiers.earn_step(STORE_SHARE * (self._machine.process_s() - self._dispatched_s), owners)
 
     def take_stored(self, now: float) -> tuple[KVStored, ...]:
         """Returns what was written to each tier since the last call and what it holds, if either has changed."""

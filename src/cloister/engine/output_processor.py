@@ -239,6 +239,6 @@ class OutputProcessor:
 
 
 def _take_prompt(stream: OutputStream) -> list[TokenLogprobs | None] | None:
-    """Returns the log-probabilities of the prompt, once."""
+    """Returns the log-probabilities of the prompt, once; None if the answer ends before the prompt was computed."""
     entries, stream.prompt_logprobs = stream.prompt_logprobs, None
-    return entries
+    return None if entries is None or None in entries[1:] else entries

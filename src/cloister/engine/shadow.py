@@ -124,11 +124,11 @@ class Shadow:
             if end_start is None:
                 return ShadowState.BEHIND
             return ShadowState.AHEAD if num_said == num_own else ShadowState.WRONG
-        if end_start is not None:
-            return ShadowState.AHEAD if end_start >= num_own else ShadowState.WRONG
-        if num_own not in self._bounds[index]:
+        if end_start is not None and end_start < num_own:
+            return ShadowState.WRONG
+        if num_own not in self._bounds[index]:  # inside what it said in one step: of that only the whole could be passed on
             return ShadowState.BEHIND
-        return ShadowState.AHEAD if num_said > num_own else ShadowState.LEVEL
+        return ShadowState.AHEAD if end_start is not None or num_said > num_own else ShadowState.LEVEL
 
     def news(self, token_ids: Sequence[Sequence[int]], is_open: Collection[int]) -> Iterator[Event | SequenceOutput]:
         """Yields what the request's own engine has not said, in the order in which it came. Arguments as of `compare`."""

@@ -10,7 +10,7 @@ from typing import Final
 from cloister.backends.adapters import adapter_bytes, adapter_step_bytes
 from cloister.backends.base import FloatArray, Program
 from cloister.backends.spec import DecoderSpec
-from cloister.models.adapters import Adapter, read_age, read_rank
+from cloister.models.adapters import Adapter, read_rank
 from cloister.types.config import EngineConfig, parse_adapters
 from cloister.types.errors import ConfigError
 from cloister.types.request import AdapterInfo
@@ -87,8 +87,7 @@ class AdapterSlots:
             ModelError: the adapter cannot be used.
             ConfigError: every slot is taken.
         """
-        directory = Path(path).expanduser()
-        adapter = self._read(directory)
+        adapter = self._read(Path(path).expanduser())
         if adapter.digest not in self._slots:
             slot = self._free_slot()
             self._program.load_adapter(slot, adapter.weights)
@@ -100,7 +99,7 @@ class AdapterSlots:
             digest=adapter.digest,
             path=path,
             rank=adapter.weights.rank,
-            created_s=read_age(directory),
+            created_s=adapter.created_s,
             num_links=0 if adapter.links is None else len(adapter.links),
         )
 

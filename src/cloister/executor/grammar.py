@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -179,6 +179,11 @@ class _Compiled:
     is_moved: bool = False
 
 
+def make_thread(name: str) -> Executor:
+    """Returns a thread that does one job after the other."""
+    return ThreadPoolExecutor(1, name)
+
+
 class Grammars:
     """Grammars of an engine's open requests. Called by the engine's thread.
 
@@ -187,16 +192,18 @@ class Grammars:
 
     Args:
         compiler: creates matchers.
+        make_thread: makes its helper threads, given their names.
     """
 
-    def __init__(self, compiler: Compiler) -> None:
+    def __init__(self, compiler: Compiler, make_thread: Callable[[str], Executor] = make_thread) -> None:
         self._compiler = compiler
+        self._make_thread = make_thread
         self._eos = np.zeros(compiler.num_words, np.uint32)
         for token_id in compiler.eos_token_ids:
             self._eos[token_id // 32] |= np.uint32(1 << token_id % 32)
         self._compiled: dict[int, _Compiled] = {}
-        self._masks = ThreadPoolExecutor(1, "cloister-grammar")
-        self._compiling = ThreadPoolExecutor(1, "cloister-compile")
+        self._masks = make_thread("cloister-grammar")
+        self._compiling = make_thread("cloister-compile")
         self._left: list[Future[tuple[Matcher, MaskArray]]] = []
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
@@ -244,7 +251,7 @@ class Grammars:
         if jobs:
             self._left += jobs
             self._compiling.shutdown(wait=False)
-            self._compiling = ThreadPoolExecutor(1, "cloister-compile")
+            self._compiling = self._make_thread("cloister-compile")
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
         """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.

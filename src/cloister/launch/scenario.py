@@ -22,7 +22,7 @@ from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, leftovers_of_front
 from cloister.cluster.virtual.engine import EngineShape
-from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperationKind, OperatorAction, Scenario
 from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, answer_all, make_request, operate
 from cloister.engine.client import EngineClient, RequestClient
 from cloister.launch.engine import build_engine
@@ -31,11 +31,14 @@ from cloister.launch.settings import Settings, resolve_settings
 from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError
 from cloister.types.events import Event, Stepped
-from cloister.types.request import FinishReason, SequenceOutput
+from cloister.types.request import SequenceOutput
 
 Body = Literal["local", "ray"]
 IMPOSSIBLE_FAULTS: Final[tuple[FaultKind, ...]] = ("fail_step", "refuse_start", "network", "cut")
 """What nothing outside an engine can do to it. Networks are cut by `benchmarks.cluster_faults`."""
+ADAPTER_KINDS: Final[tuple[OperationKind, ...]] = ("load", "unload")
+"""They name adapters of the virtual program."""
+PLAIN: Final = Scenario(seed=0)
 KV_TRANSFERS: Final = {"local": "unix", "ray": "unix,tls"}
 LATE_S: Final = 10.0
 """How late a busy machine may be with what has a deadline."""
@@ -60,25 +63,36 @@ def find_impossible(scenario: Scenario, on: Body) -> list[str]:
     for operation in scenario.operations:
         names += ["operations: update with weights"] if operation.weights is not None else []
         names += ["operations: update with trouble"] if operation.trouble != "none" else []
+        names += ["operations: load or unload"] if operation.kind in ADAPTER_KINDS else []
+    names += ["jobs: adapter"] if any(job.adapter for job in scenario.jobs) else []
     names += ["damages_kv"] if scenario.damages_kv else []
     names += ["clock_offsets_s"] if any(scenario.clock_offsets_s) else []
     names += ["length_error"] if scenario.length_error != "none" else []
+    names += [name for name in ("drafts", "tiers") if getattr(scenario, name) != getattr(PLAIN, name)]
     names += ["idle_timeout_s"] if scenario.idle_timeout_s is not None and on == "ray" else []
     return list(dict.fromkeys(names))
 
 
 def without_impossible(scenario: Scenario, on: Body) -> Scenario:
     """Returns a scenario without what `find_impossible` names."""
-    plain = Scenario(seed=scenario.seed)
+    replace = msgspec.structs.replace
     return msgspec.structs.replace(
         scenario,
         faults=tuple(fault for fault in scenario.faults if fault.kind not in IMPOSSIBLE_FAULTS),
-        operations=tuple(each for each in scenario.operations if each.weights is None and each.trouble == "none"),
-        damages_kv=plain.damages_kv,
-        clock_offsets_s=plain.clock_offsets_s,
-        length_error=plain.length_error,
-        idle_timeout_s=plain.idle_timeout_s if on == "ray" else scenario.idle_timeout_s,
+        jobs=tuple(replace(job, adapter=0) for job in scenario.jobs),
+        operations=tuple(each for each in scenario.operations if _is_possible(each)),
+        damages_kv=PLAIN.damages_kv,
+        clock_offsets_s=PLAIN.clock_offsets_s,
+        length_error=PLAIN.length_error,
+        drafts=PLAIN.drafts,
+        tiers=PLAIN.tiers,
+        num_adapters=PLAIN.num_adapters,
+        idle_timeout_s=PLAIN.idle_timeout_s if on == "ray" else scenario.idle_timeout_s,
     )
+
+
+def _is_possible(operation: OperatorAction) -> bool:
+    return operation.weights is None and operation.trouble == "none" and operation.kind not in ADAPTER_KINDS
 
 
 def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
@@ -102,7 +116,7 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
     alone = run.answer_alone()
     asyncio.run(run.run())
     for answer, expected in zip(run.answers, alone, strict=True):
-        run.violations += check_answer(answer, expected, run)
+        run.violations += check_answer(answer, expected.as_given(), run)
     run.violations += check_events(run)
     num_tokens = sum(len(ids) for answer in run.answers for ids in answer.token_ids)
     num_requests = sum(answer.refusal is None for answer in run.answers)
@@ -133,7 +147,7 @@ class _ProcessRun:
         self._is_over = False
         self._before = {*_descendants(os.getpid())}
 
-    def answer_alone(self) -> list[list[tuple[list[int], str, FinishReason]]]:
+    def answer_alone(self) -> list[JobAnswer]:
         """Makes the requests, and returns what one engine in this process answers to each."""
         core = build_engine(self._settings(replicas=1, max_waiting=len(self.scenario.jobs) + 1).engine.config)
         tokenizer = Tokenizer(Path(core.model.path))

@@ -181,11 +181,13 @@ class Adapter:
     Attributes:
         digest: SHA-256 of updates and links (hex): what prefix keys and requests know it by, whatever name it has.
         links: [num_links, hidden] float32: what the link tokens of documents read, as the first layer reads it; None for none.
+        created_s: when it was written, in seconds since 1970.
     """
 
     weights: AdapterWeights
     digest: str
     links: FloatArray | None = None
+    created_s: int = 0
 
 
 def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
@@ -200,7 +202,7 @@ def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
     """
     links = _read_links(path, spec)
     if links is not None and not (path / SETTINGS_FILE).exists():
-        return Adapter(AdapterWeights({}), _digest({}, links), links)
+        return Adapter(AdapterWeights({}), _digest({}, links), links, _read_age(path))
     settings = read_settings(path)
     if settings.rank > max_rank:
         raise ModelError(
@@ -214,7 +216,7 @@ def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
             updates[target.product] = _update(module, target, entries, settings)
     if not updates:
         raise ModelError(f"{WEIGHTS_FILE} has no low-rank update; save the adapter again")
-    return Adapter(AdapterWeights(updates), _digest(updates, links), links)
+    return Adapter(AdapterWeights(updates), _digest(updates, links), links, _read_age(path))
 
 
 def read_rank(path: Path) -> int:
@@ -222,8 +224,7 @@ def read_rank(path: Path) -> int:
     return 0 if _has_only_links(path) else read_settings(path).rank
 
 
-def read_age(path: Path) -> int:
-    """Returns when an adapter was written, in seconds since 1970."""
+def _read_age(path: Path) -> int:
     return int((path / (LINKS_FILE if _has_only_links(path) else SETTINGS_FILE)).stat().st_mtime)
 
 

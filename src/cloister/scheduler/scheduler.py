@@ -287,6 +287,7 @@ class Scheduler:
         if refusal is None and state.beams is not None:
             refusal = state.beams.find_excess()
         if refusal is not None:
+            self.kv_loads.cancel_prefetch(request.request_id, now)
             self._requests.end_request(state, FinishReason.REJECTED, now, error=refusal)
             return
         if grammar_deadline_s is not None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine.client import GRACE_S, RequestClient
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
-from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 RECOVERY_S: Final = 70.0
 """Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
@@ -22,8 +23,24 @@ _SLACK_OF_STEPS_S: Final = 0.1
 """A deadline is enforced between steps."""
 _TINY_S: Final = 1e-6
 _RUN_S: Final = 600.0
+_LOGPROB_ERROR: Final = 1e-4
 GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
 """An answer that ends like this is whole."""
+
+
+class SequenceAnswer(NamedTuple):
+    """One sequence of an answer.
+
+    Attributes:
+        logprobs: of each token; None if they were not asked for.
+        prompt_logprobs: of each token of the prompt but the first, of the first sequence.
+    """
+
+    token_ids: list[int]
+    text: str
+    end: FinishReason
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs | None] | None = None
 
 
 @dataclass(slots=True)
@@ -32,6 +49,8 @@ class JobAnswer:
 
     Attributes:
         token_ids, texts, ends: of each of its sequences; `ends` has every finish reason that came.
+        logprobs: of the tokens of each of its sequences.
+        prompt_logprobs: of the tokens of its prompt, as often as they came.
         refusal: why it was not accepted.
         has_left: the client left.
         is_cut: its front was killed.
@@ -42,6 +61,8 @@ class JobAnswer:
     token_ids: list[list[int]]
     texts: list[str]
     ends: list[list[FinishReason]]
+    logprobs: list[list[TokenLogprobs]]
+    prompt_logprobs: list[list[TokenLogprobs | None]]
     sent_s: float = 0.0
     ended_s: float | None = None
     refusal: str | None = None
@@ -51,19 +72,30 @@ class JobAnswer:
     @classmethod
     def to(cls, job: Job, request: Request) -> JobAnswer:
         """Returns the empty answer to a request."""
-        return cls(job, request, [[] for _ in range(job.n)], [""] * job.n, [[] for _ in range(job.n)])
+        token_ids: list[list[int]] = [[] for _ in range(job.n)]
+        ends: list[list[FinishReason]] = [[] for _ in range(job.n)]
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in range(job.n)]
+        return cls(job, request, token_ids, [""] * job.n, ends, logprobs, [])
 
     def take(self, output: SequenceOutput) -> None:
         """Records an output."""
         self.token_ids[output.index] += output.token_ids
         self.texts[output.index] += output.text
+        self.logprobs[output.index] += output.logprobs or []
+        if output.prompt_logprobs is not None:
+            self.prompt_logprobs.append(output.prompt_logprobs)
         if output.finish_reason is not None:
             self.ends[output.index].append(output.finish_reason)
 
-    def as_given(self) -> list[tuple[list[int], str, FinishReason]]:
-        """Returns tokens, text and finish reason of each sequence as they came; one that did not end counts as cut."""
-        ends = [next(iter(ends), FinishReason.LENGTH) for ends in self.ends]
-        return list(zip(self.token_ids, self.texts, ends, strict=True))
+    def as_given(self) -> list[SequenceAnswer]:
+        """Returns each sequence as it came; one that did not end counts as cut."""
+        has_logprobs, given = self.request.sampling.logprobs is not None, []
+        for index, ends in enumerate(self.ends):
+            end = next(iter(ends), FinishReason.LENGTH)
+            prompt = next(iter(self.prompt_logprobs), None) if index == 0 else None
+            logprobs = self.logprobs[index] if has_logprobs else None
+            given.append(SequenceAnswer(self.token_ids[index], self.texts[index], end, logprobs, prompt))
+        return given
 
 
 class RunRecord(Protocol):
@@ -80,12 +112,13 @@ class RunRecord(Protocol):
     late_s: float
 
 
-def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReason]], run: RunRecord) -> list[str]:
+def check_answer(answer: JobAnswer, alone: list[SequenceAnswer], run: RunRecord) -> list[str]:
     """Compares an answer with that of one engine alone."""
     name, wrong = answer.request.request_id, []
     if answer.refusal is not None:
         return [f"{name} was refused and answered"] if any(answer.ends) or any(answer.token_ids) else []
-    for index, (token_ids, text, reason) in enumerate(alone):
+    for index, expected in enumerate(alone):
+        token_ids, text, reason = expected[:3]
         ends, where = answer.ends[index], f"{name}[{index}]"
         if len(ends) > 1 or not (ends or answer.has_left or answer.is_cut):
             wrong.append(f"{where} ended {len(ends)} times")
@@ -95,8 +128,35 @@ def check_answer(answer: JobAnswer, alone: list[tuple[list[int], str, FinishReas
             wrong.append(f"{where} got another answer than from one engine alone")
         if not is_whole and answer.token_ids[index] != token_ids[: len(answer.token_ids[index])]:
             wrong.append(f"{where} got other tokens than from one engine alone, until it ended by {end}")
+        if not are_alike(answer.logprobs[index], (expected.logprobs or [])[: len(answer.token_ids[index])]):
+            wrong.append(f"{where} got other log-probabilities than from one engine alone")
         wrong += _check_end(where, end, reason, answer, run)
+    if has_wrong_prompt(answer, alone[0].prompt_logprobs):
+        wrong.append(f"{name} got other log-probabilities of its prompt than from one engine alone, or not once")
     return wrong
+
+
+def has_wrong_prompt(answer: JobAnswer, expected: Sequence[TokenLogprobs | None] | None) -> bool:
+    """Whether the log-probabilities of its prompt are others, came twice, or are missing beside the first tokens."""
+    given = answer.prompt_logprobs
+    if expected is None or not given:
+        return bool(given) or (expected is not None and bool(answer.token_ids[0]))
+    return len(given) > 1 or given[0][:1] != [None] or not are_alike(given[0][1:], expected[1:])
+
+
+def are_alike(given: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]) -> bool:
+    """Whether log-probabilities are of the same tokens, and equal but for rounding."""
+    if len(given) != len(expected):
+        return False
+    for one, other in zip(given, expected, strict=True):
+        if one is None or other is None:
+            return False
+        ours, theirs = [(one.token_id, one.logprob), *one.top], [(other.token_id, other.logprob), *other.top]
+        if [token_id for token_id, _ in ours] != [token_id for token_id, _ in theirs]:
+            return False
+        if any(abs(a - b) > _LOGPROB_ERROR for (_, a), (_, b) in zip(ours, theirs, strict=True)):
+            return False
+    return True
 
 
 def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: JobAnswer, run: RunRecord) -> list[str]:

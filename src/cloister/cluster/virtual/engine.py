@@ -2,28 +2,49 @@
 
 from __future__ import annotations
 
+import hashlib
+import random
+import tempfile
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Final
 
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
-from cloister.cluster.virtual.history_program import HistoryProgram
+from cloister.cluster.virtual.drafts import DRAFTER, DraftKind, ErraticSpeculation, ForesightDrafter
+from cloister.cluster.virtual.history_program import HistoryProgram, make_adapter
+from cloister.cluster.virtual.threads import VirtualThread, at_once
+from cloister.cluster.virtual.tier_threads import VirtualTierThreads
+from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_tier_files import TierFile
+from cloister.engine.kv_tiers import TierMachine
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.output_processor import OutputProcessor
-from cloister.executor import ModelRunner
+from cloister.executor import Grammars, ModelRunner
+from cloister.executor.adapters import AdapterSlots
+from cloister.executor.drafters import Drafter
 from cloister.kv import BlockPool, KVFormat, PrefixKeys
+from cloister.models.adapters import Adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler.speculation import Speculation
 from cloister.text import Tokenizer
+from cloister.text.grammar import GrammarCompiler
 from cloister.types.clock import Clock
+from cloister.types.config import parse_adapters
 from cloister.types.request import ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
 EOS: Final = 256
 VOCAB_SIZE: Final = 257
 """A token for each byte, and one that ends an answer."""
+SLOT_KIB: Final = 4
+"""Size of a slot of a tier: whole pages (`kv.tiers.TierLayout.slot_bytes`)."""
+NUM_SLOTS: Final = 3
+"""Adapters that an engine can have at a time."""
 
 
 def write_byte_tokenizer(folder: Path) -> Path:
@@ -57,6 +78,11 @@ class EngineShape:
         start_s: from the start of its process until it is ready.
         weights: 0, or others: an engine of them says something else.
         policy: in which order its scheduler computes requests.
+        num_adapters: so many adapters are loaded when it starts.
+        drafts: what its drafter makes, if it has one.
+        helper_s: compiling a grammar takes up to this time beside its steps, and a mask a tenth of it.
+        tiers: slots of its KV tiers in memory and on disk; 0 for none.
+        damages_tiers: share of what goes wrong there (`virtual.tier_threads`).
     """
 
     num_blocks: int = 64
@@ -74,6 +100,11 @@ class EngineShape:
     start_s: float = 0.5
     weights: int = 0
     policy: str = "fcfs"
+    num_adapters: int = 0
+    drafts: DraftKind = "none"
+    helper_s: float = 0.0
+    tiers: tuple[int, int] = (0, 0)
+    damages_tiers: float = 0.0
 
     @property
     def fingerprint(self) -> str:
@@ -155,10 +186,78 @@ class VirtualEngine:
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
+    tier_threads: VirtualTierThreads | None = None
+
+    def num_tier_reads(self) -> int:
+        """Reads from its tiers that have not ended."""
+        return 0 if self.tier_threads is None else self.tier_threads.num_open
 
 
-def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s: float = 0.0) -> VirtualEngine:
-    """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`."""
+def digest_of(number: int) -> str:
+    """Returns the digest of an adapter."""
+    return hashlib.sha256(b"adapter %d" % number).hexdigest()
+
+
+def name_of(number: int) -> str:
+    """Returns the name of an adapter."""
+    return f"a{number}"
+
+
+def list_adapters(count: int) -> str:
+    """Returns the setting `lora` of the first adapters: the path of each is its number."""
+    return ",".join(f"{name_of(number)}={number}" for number in range(1, count + 1))
+
+
+def _read_adapter(path: Path) -> Adapter:
+    return Adapter(make_adapter(int(path.name)), digest_of(int(path.name)))
+
+
+def _open_adapters(program: HistoryProgram, lora: str) -> tuple[AdapterSlots, AdapterRegister]:
+    slots = AdapterSlots(program, _read_adapter, NUM_SLOTS)
+    return slots, AdapterRegister(slots, [slots.load(name, path) for name, path in parse_adapters(lora)])
+
+
+@cache
+def _make_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
+    return GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+
+
+def _make_grammars(shape: EngineShape, tokenizer: Tokenizer, draw: random.Random | None) -> Grammars:
+    if draw is None or not shape.helper_s:
+        return Grammars(_make_compiler(tokenizer), at_once)
+    takes_s = {"cloister-compile": shape.helper_s, "cloister-grammar": shape.helper_s / 10}
+    return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]))
+
+
+def _open_tiers(core: EngineCore, shape: EngineShape, draw: random.Random, clock: Clock) -> VirtualTierThreads:
+    made: list[VirtualTierThreads] = []
+
+    def make_threads(files: Sequence[TierFile], form: KVFormat, *_: object) -> VirtualTierThreads:
+        made.append(VirtualTierThreads(files, form, lambda: core.input_queue.wake(), draw, shape.damages_tiers))
+        return made[0]
+
+    places = ("host:", f"disk:{tempfile.gettempdir()},")
+    setting = "+".join(
+        f"{place}{num_slots * SLOT_KIB}K" for place, num_slots in zip(places, shape.tiers, strict=True) if num_slots
+    )
+    core.open_kv_tiers(setting, machine=TierMachine(make_threads, clock.now, clock.now, draw.randbytes))
+    return made[0]
+
+
+def make_engine(
+    shape: EngineShape,
+    tokenizer: Tokenizer,
+    clock: Clock,
+    offset_s: float = 0.0,
+    draw: random.Random | None = None,
+    lora: str | None = None,
+) -> VirtualEngine:
+    """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`.
+
+    Args:
+        draw: decides what its helper threads and its drafter do; None: it has no drafter, and its threads take no time.
+        lora: its adapters, as the setting of this name; None: those of its shape.
+    """
     model = ModelInfo(
         name="history",
         path="",
@@ -171,7 +270,29 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
     program = HistoryProgram(
         vocab_size=VOCAB_SIZE, num_blocks=shape.num_blocks, block_size=shape.block_size, salt=shape.weights
     )
-    runner = ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=shape.max_model_len, block_size=shape.block_size)
+    slots, adapters = _open_adapters(program, list_adapters(shape.num_adapters) if lora is None else lora)
+    grammars = _make_grammars(shape, tokenizer, draw)
+    drafters: dict[str, Drafter] = {}
+    speculation: Speculation | None = None
+    if draw is not None and shape.drafts != "none":
+        drafters[DRAFTER] = ForesightDrafter(
+            lambda state: program.look(state.tokens, state.adapter),
+            lambda states, rows: runner.sampling_metadata(states, rows),
+            VOCAB_SIZE,
+            draw,
+            has_trees=shape.drafts == "tree",
+        )
+        speculation = ErraticSpeculation(draw)
+    runner = ModelRunner(
+        program,
+        vocab_size=VOCAB_SIZE,
+        max_model_len=shape.max_model_len,
+        block_size=shape.block_size,
+        clock=own,
+        adapters=slots.slots,
+        grammars=grammars,
+        drafters=drafters,
+    )
     timed = TimedRunner(runner, own, shape)
     scheduler = Scheduler(
         SchedulerConfig(
@@ -183,6 +304,7 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         ),
         BlockPool(shape.num_blocks, shape.block_size),
         PrefixKeys(model.fingerprint, shape.block_size),
+        speculation,
     )
     (empty,) = program.export_blocks([0])
     form = KVFormat(model.fingerprint, shape.block_size, "one group", (len(empty),))
@@ -193,6 +315,9 @@ def make_engine(shape: EngineShape, tokenizer: Tokenizer, clock: Clock, offset_s
         model=model,
         memory=[],
         clock=own,
+        adapters=adapters,
+        grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    return VirtualEngine(core, scheduler, timed, own)
+    threads = _open_tiers(core, shape, draw, own) if draw is not None and any(shape.tiers) else None
+    return VirtualEngine(core, scheduler, timed, own, threads)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.engine import EngineShape, list_adapters
 from cloister.cluster.virtual.processors import FrontThread
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.transport import LinkTransport
@@ -77,21 +78,25 @@ def make_front(
         thread: its thread, which takes time; None: it takes none.
     """
     engine = EngineConfig(
-        model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs, stall_timeout_s=stall_timeout_s
+        model="history",
+        max_waiting=shape.max_waiting,
+        max_num_seqs=shape.max_num_seqs,
+        stall_timeout_s=stall_timeout_s,
+        lora=list_adapters(shape.num_adapters) or None,
     )
     transports: list[LinkTransport] = []
     clients: list[EngineClient] = []
 
-    def make_client(host: Host) -> EngineClient:
+    def make_client(host: Host, lora: str | None = engine.lora) -> EngineClient:
         owns = make_host is not None
         own_amend = partial(amend, host.index)
         transports.append(LinkTransport(host, draw, supervise(), own_amend, owns_engine=owns, thread=thread))
-        clients.append(EngineClient(transports[-1], engine, clock=clock))
+        clients.append(EngineClient(transports[-1], dataclasses.replace(engine, lora=lora), clock=clock))
         return clients[-1]
 
     def make_release(model: str) -> EngineRelease:
         assert make_host is not None
-        return EngineRelease(model, lambda index, lora: make_client(make_host(index, model)), LONGEST_REQUEST_S)
+        return EngineRelease(model, lambda index, lora: make_client(make_host(index, model), lora), LONGEST_REQUEST_S)
 
     make_router = ROUTERS.get(router)
     replicas = ReplicaSet(

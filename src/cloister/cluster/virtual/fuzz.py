@@ -17,7 +17,8 @@ import msgspec
 
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.virtual.engine import write_byte_tokenizer
-from cloister.cluster.virtual.scenario import Job, Scenario, draw_scenario
+from cloister.cluster.virtual.grammars import GRAMMARS
+from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job, Scenario, draw_scenario
 from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer
@@ -26,6 +27,7 @@ from cloister.types.errors import ConfigError
 CHUNK: Final = 20
 """Seeds that a process runs before it reports."""
 _PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
+_PLAIN: Final = Scenario(seed=0)
 _PLAIN_FIELDS: Final = sorted({*Job.__struct_fields__} - {"at_s", "prompt", "max_tokens", "temperature", "seed"})
 
 
@@ -124,6 +126,11 @@ def _find_mistake(scenario: Scenario) -> str | None:
         return "min_replicas is num_replicas at most, without those that stand by"
     if scenario.router not in ROUTERS.names() or scenario.scheduler not in POLICIES.names():
         return f"routers are {', '.join(ROUTERS.names())}; schedulers {', '.join(POLICIES.names())}"
+    if any(job.grammar and job.grammar not in GRAMMARS for job in scenario.jobs):
+        return f"grammars are {', '.join(GRAMMARS)}"
+    numbers = [scenario.num_adapters, *(job.adapter for job in scenario.jobs), *(each.adapter for each in scenario.operations)]
+    if any(not 0 <= number <= NUM_ADAPTERS for number in numbers):
+        return f"adapters are 1 to {NUM_ADAPTERS}, and 0 is none"
     return None
 
 
@@ -179,11 +186,16 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, verify_replay=0.0)
     if scenario.length_error != "none":
         yield replace(scenario, length_error="none")
+    if scenario.drafts == "tree":
+        yield replace(scenario, drafts="chain")
+    for name in ("drafts", "helper_s", "damages_tiers", "tiers"):
+        if getattr(scenario, name) != getattr(_PLAIN, name):
+            yield replace(scenario, **{name: getattr(_PLAIN, name)})
     if any(scenario.clock_offsets_s):
         yield replace(scenario, clock_offsets_s=())
     for name in ("max_num_seqs", "num_blocks", "max_waiting"):
-        if getattr(scenario, name) < getattr(Scenario(seed=0), name):
-            yield replace(scenario, **{name: getattr(Scenario(seed=0), name)})
+        if getattr(scenario, name) < getattr(_PLAIN, name):
+            yield replace(scenario, **{name: getattr(_PLAIN, name)})
     for index, job in enumerate(scenario.jobs):
         for simpler in _simpler_jobs(job):
             yield replace(scenario, jobs=(*scenario.jobs[:index], simpler, *scenario.jobs[index + 1 :]))
@@ -213,4 +225,6 @@ def _run_chunk(seeds: Sequence[int]) -> SeedTally:
 @cache
 def _tokenizer() -> Tokenizer:
     with tempfile.TemporaryDirectory() as folder:
-        return Tokenizer(write_byte_tokenizer(Path(folder)))
+        tokenizer = Tokenizer(write_byte_tokenizer(Path(folder)))
+        tokenizer.encode("", parse_special=False)  # it reads its file for the first text, and grammars have it read some
+        return tokenizer

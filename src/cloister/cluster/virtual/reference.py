@@ -2,45 +2,57 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
+from functools import cache
 
 import numpy as np
+import numpy.typing as npt
 
 from cloister.backends.base import SAMPLING_METADATA
-from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer
+from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, are_alike, has_wrong_prompt
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
-from cloister.cluster.virtual.history_program import prefix_logits
-from cloister.engine.output_processor import OutputStream
+from cloister.cluster.virtual.grammars import GRAMMARS, Rule, derive, find_next, may_end
+from cloister.cluster.virtual.history_program import FloatArray, prefix_logits, salt_of
+from cloister.cluster.virtual.scenario import Job
 from cloister.executor.sampling import Sampler
 from cloister.scheduler.admission import EngineLimits, find_refusal
-from cloister.text import Tokenizer
-from cloister.types.request import FinishReason
-from cloister.types.step import NewSequence, Sample
+from cloister.types.request import FinishReason, TokenLogprobs
 
 
-def are_right(answers: Sequence[JobAnswer], shape: EngineShape, tokenizer: Tokenizer) -> bool:
+def are_right(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
     """Whether answers have the tokens that the program chooses, and end where and with the text with which they must.
 
     Token by token the program is asked what follows the tokens before it, for all tokens of all answers at once: some twentieth
     of the time in which an engine would compute them.
     """
-    return all(_is_whole(answer, shape, tokenizer) for answer in answers) and _are_chosen(answers, shape.weights)
+    return all(_is_whole(answer, shape) for answer in answers) and _are_chosen(answers, shape.weights)
 
 
 def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
-    """Whether the program chooses each token of the answers."""
+    """Whether the program chooses each token of the answers, with its log-probability."""
     logits, sampling, token_ids = [], [], []
     for answer in answers:
-        prompt, how = answer.request.token_ids, answer.request.sampling
+        prompt, how, salt = answer.request.token_ids, answer.request.sampling, salt_of(weights, answer.job.adapter)
         for index, given in enumerate(answer.token_ids):
             if given:
-                logits.append(prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, weights))
+                raw = prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, salt)
+                expected = [] if how.logprobs is None else _list_logprobs(raw, given, how.logprobs)
+                if not are_alike(answer.logprobs[index], expected):
+                    return False
+                logits.append(_process(raw, given, answer))
                 positions = range(len(prompt), len(prompt) + len(given))
                 sampling += [
                     (how.temperature, 0, how.top_k, how.top_p, how.min_p, how.seed or 0, index, position)
                     for position in positions
                 ]
                 token_ids += given
+        if how.prompt_logprobs is not None and answer.prompt_logprobs:
+            raw = prefix_logits(prompt[:-1], 1, VOCAB_SIZE, salt)
+            if has_wrong_prompt(answer, [None, *_list_logprobs(raw, prompt[1:], how.prompt_logprobs)]):
+                return False
+        elif answer.prompt_logprobs or (how.prompt_logprobs is not None and answer.token_ids[0]):
+            return False
     if not token_ids:
         return True
     metadata = np.array(sampling, SAMPLING_METADATA)
@@ -48,7 +60,55 @@ def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
     return np.array_equal(Sampler(VOCAB_SIZE).sample(np.concatenate(logits), metadata), token_ids)
 
 
-def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bool:
+def _list_logprobs(logits: FloatArray, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:
+    """Returns the log-probability of each token, and of the most likely ones, from its row of logits."""
+    exact = logits.astype(np.float64)
+    logprobs = exact - np.log(np.exp(exact).sum(axis=1, keepdims=True))
+    best = np.argsort(-exact, axis=1, kind="stable")[:, :num_top]
+    return [
+        TokenLogprobs(token, float(row[token]), tuple((int(each), float(row[each])) for each in top))
+        for token, row, top in zip(token_ids, logprobs, best, strict=True)
+    ]
+
+
+def _process(logits: FloatArray, given: Sequence[int], answer: JobAnswer) -> FloatArray:
+    """Returns what tokens are chosen from: logits after penalties, biases, masks of ends and of the grammar."""
+    job, scores = answer.job, logits
+    if job.frequency_penalty:
+        seen = np.zeros(logits.shape)
+        seen[np.arange(1, len(given)), given[:-1]] = 1
+        scores = (scores - np.float64(job.frequency_penalty) * seen.cumsum(axis=0)).astype(np.float32)
+    if job.letters:
+        scores = scores.copy()
+        scores[:, list(job.letters.encode())] += np.float32(answer.request.sampling.logit_bias[job.letters.encode()[0]])
+    if job.min_tokens:
+        scores = scores.copy()
+        scores[: job.min_tokens, list(_stops(answer))] = -np.inf
+    if job.grammar:
+        scores = scores.copy()
+        rule = GRAMMARS[job.grammar].rule
+        for row, token in zip(scores, given, strict=True):
+            row[~_allow(rule, ends=not job.ignores_eos)] = -np.inf
+            rule = derive(rule, token)
+    return scores
+
+
+@cache
+def _allow(rule: Rule, *, ends: bool) -> npt.NDArray[np.bool_]:
+    """Returns which tokens may follow, [VOCAB_SIZE]."""
+    allowed = np.zeros(VOCAB_SIZE, np.bool_)
+    allowed[list(find_next(rule))] = True
+    allowed[EOS] = ends and may_end(rule)
+    return allowed
+
+
+def _stops(answer: JobAnswer) -> tuple[int, ...]:
+    """Returns the tokens that end an answer."""
+    sampling = answer.request.sampling
+    return (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
+
+
+def _is_whole(answer: JobAnswer, shape: EngineShape) -> bool:
     """Whether each sequence that ended by itself has its text and ends where it must, and others have gone no further."""
     limits = EngineLimits(shape.max_model_len, shape.max_num_seqs, shape.num_blocks * shape.block_size, shape.block_size)
     if answer.refusal is not None:
@@ -56,7 +116,7 @@ def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bo
     if find_refusal(answer.request, limits) is not None:
         return not (any(answer.token_ids) or any(end in GOOD_ENDS for ends in answer.ends for end in ends))
     for index, ends in enumerate(answer.ends):
-        num_read, text, end = _read(answer, index, shape, tokenizer)
+        num_read, text, end = _read(answer, index, shape)
         given = next(iter(ends), None)
         if num_read < len(answer.token_ids[index]) or given is FinishReason.REJECTED:
             return False
@@ -65,25 +125,39 @@ def _is_whole(answer: JobAnswer, shape: EngineShape, tokenizer: Tokenizer) -> bo
     return True
 
 
-def _read(answer: JobAnswer, index: int, shape: EngineShape, tokenizer: Tokenizer) -> tuple[int, str, FinishReason | None]:
+def _read(answer: JobAnswer, index: int, shape: EngineShape) -> tuple[int, str, FinishReason | None]:
     """Returns how many tokens of a sequence belong to its answer, its text, and how it ends there; None: it does not."""
-    request = answer.request
-    sampling = request.sampling
-    stop_token_ids = (*(() if sampling.ignore_eos else (EOS,)), *sampling.stop_token_ids)
-    new = NewSequence(
-        seq_id=0,
-        token_ids=request.token_ids,
-        num_prompt_tokens=len(request.token_ids),
-        sampling=sampling,
-        seed=sampling.seed or 0,
-        index=index,
-        stop_token_ids=stop_token_ids,
-    )
-    stream = OutputStream(new, index, tokenizer, shape.max_model_len)
-    stop = stream.take(Sample(new.seq_id, answer.token_ids[index]))
-    num_read, is_full = stream.num_tokens, stream.num_tokens == stream.max_output
-    if stop is None and not is_full:
-        return num_read, stream.text, None
-    end = FinishReason.LENGTH if stop is None else FinishReason.STOP
-    is_matched = stop is not None and isinstance(stop.reason, str)
-    return num_read, stream.text if is_matched else stream.text + stream.finish(is_cut=stop is None), end
+    request, token_ids = answer.request, answer.token_ids[index]
+    sampling, stops = request.sampling, _stops(answer)
+    assert sampling.max_tokens is not None
+    num_most = min(sampling.max_tokens, shape.max_model_len - len(request.token_ids))
+    num_complete = _count_until_complete(answer.job, token_ids)
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    text, searched = "", 0
+    for number, token in enumerate(token_ids, start=1):
+        may_stop = number > sampling.min_tokens
+        if may_stop and token in stops:
+            return number, text + decoder.decode(b"", final=True), FinishReason.STOP
+        text += decoder.decode(bytes([token])) if token < EOS else ""
+        if not may_stop:
+            searched = len(text)
+        found = [(text.index(stop, searched), stop) for stop in sampling.stop if stop in text[searched:]]
+        if may_stop and found:
+            return number, text[: min(found)[0]], FinishReason.STOP
+        if number == num_complete:
+            return number, text + decoder.decode(b"", final=True), FinishReason.STOP
+        if number == num_most:
+            return number, text, FinishReason.LENGTH
+    return len(token_ids), text, None
+
+
+def _count_until_complete(job: Job, token_ids: Sequence[int]) -> int | None:
+    """Returns after how many tokens nothing may follow under the grammar; None: after none of them."""
+    if not job.grammar:
+        return None
+    rule = GRAMMARS[job.grammar].rule
+    for number, token in enumerate(token_ids, start=1):
+        rule = derive(rule, token)
+        if not find_next(rule):
+            return number
+    return None

@@ -12,9 +12,22 @@ from cloister.cluster.virtual.kv_links import KVSwitch, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.processors import Processors
 from cloister.engine import channel
+from cloister.engine.channel import InputQueue
 from cloister.kv import KVFormat
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, CancelPrefetch, EngineMessage, Outputs, Ready
+
+
+class _WakingQueue(InputQueue):
+    """An engine's queue of messages: who wakes the engine wakes its task."""
+
+    def __init__(self, wake: Callable[[], None]) -> None:
+        super().__init__()
+        self._wake = wake
+
+    def wake(self) -> None:
+        super().wake()
+        self._wake()
 
 
 class VirtualProcess:
@@ -37,6 +50,7 @@ class VirtualProcess:
         processors: Processors | None = None,
     ) -> None:
         self.engine = engine
+        engine.core.input_queue = _WakingQueue(lambda: self._woken.set())
         self.kv_links: VirtualKVLinks | None = None
         self.hangs_until_s = 0.0
         self._send_datagram = send
@@ -169,6 +183,7 @@ class Host:
         process: the engine that runs; None if there is none.
         refuses_starts: so many of the next engines cannot start.
         num_starts: engines that were started.
+        lora: the adapters with which the last one was started (setting `lora`); None: those of its shape.
     """
 
     def __init__(
@@ -186,17 +201,19 @@ class Host:
         self.process: VirtualProcess | None = None
         self.refuses_starts = 0
         self.num_starts = 0
+        self.lora: str | None = None
         self.times = times
         self.index, self._make, self._network, self._draw, self._start_s = index, make, network, draw, start_s
         self._switch, self._processors = switch, processors
         self._fronts: dict[int, Callable[[bytes], None]] = {}
 
-    async def start(self) -> None:
-        """Starts an engine if none runs. Raises EngineError if it cannot start."""
+    async def start(self, lora: str | None = None) -> None:
+        """Starts an engine with these adapters if none runs. Raises EngineError if it cannot start."""
         await asyncio.sleep(self._start_s)
         if self.process is not None:
             return
         self.num_starts += 1
+        self.lora = lora or ""
         if self.refuses_starts:
             self.refuses_starts -= 1
             raise EngineError("the engine was to refuse to start")

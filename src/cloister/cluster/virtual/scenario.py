@@ -7,21 +7,34 @@ from typing import Final, Literal, TypeVar, get_args
 
 import msgspec
 
+from cloister.cluster.virtual.drafts import DraftKind
+from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.engine.replica_snapshot import ROLES, Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
 LengthError = Literal["none", "noise", "zero", "hundredfold", "either"]
-OperationKind = Literal["migrate", "drain", "flip", "update", "forget"]
+OperationKind = Literal["migrate", "drain", "flip", "update", "forget", "load", "unload"]
 UpdateTrouble = Literal["none", "start", "front", "step"]
 LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
-"""What is drawn for a cluster without an update."""
+"""What is drawn for every cluster of several replicas."""
 UPDATE_TROUBLES: Final[tuple[UpdateTrouble, ...]] = get_args(UpdateTrouble)
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
 )  # fmt: skip
 
 
+SHAPED_SHARE: Final = 0.5
+"""Share of the scenarios in which answers have grammars, letters that come often, stop strings of these, and least lengths."""
+DRAFTED_SHARE: Final = 0.35
+"""Share of the scenarios whose engines draft."""
+ADAPTED_SHARE: Final = 0.25
+"""Share of the scenarios with adapters."""
+TIERED_SHARE: Final = 0.2
+"""Share of the scenarios whose engines have KV tiers."""
+TIER_TEXTS: Final = ("Of what is kept for later use, this is part", "What was let go may come back, as the text")
+NUM_ADAPTERS: Final = 2
+"""Adapters that there are."""
 IDLE_SHARE: Final = 0.2
 """Share of the scenarios in which engines are idle now and then."""
 SCHEDULER_SHARE: Final = 0.5
@@ -57,6 +70,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         num_stop_ids: so many token ids end the answer too, of 257.
         kills_after: the engine dies when it computes so many steps of it; None: it harms no engine.
         cancel_after_s: the client leaves after this time; None: it stays.
+        grammar: what the answer must match, by its name in `virtual.grammars`; empty for none.
+        letters: they come far more often than others (`SamplingParams.logit_bias`).
+        frequency_penalty: of `SamplingParams`.
+        min_tokens: nothing ends the answer before.
+        prompt_logprobs: log-probabilities of the prompt are asked for.
+        adapter: number of its adapter; 0 for none.
     """
 
     at_s: float
@@ -74,6 +93,12 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     priority: int = 0
     timeout_s: float = 300.0
     cancel_after_s: float | None = None
+    grammar: str = ""
+    letters: str = ""
+    frequency_penalty: float = 0.0
+    min_tokens: int = 0
+    prompt_logprobs: bool = False
+    adapter: int = 0
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -103,8 +128,9 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     Attributes:
         kind: `migrate`: the request of `job` goes to `replica`. `drain`: `replica` is drained, and returned after `lasts_s`.
             `flip`: the role of `replica` becomes `role`. `update`: all replicas get new engines. `forget`: the tenant of `job`
-            drops what is cached of it.
+            drops what is cached of it. `load`, `unload`: all replicas get an adapter, or give it up.
         weights: of these (`EngineShape.weights`); None: the same as before.
+        adapter: its number.
         trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
 
@@ -115,6 +141,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     lasts_s: float = 0.5
     role: Role = "mixed"
     weights: int | None = None
+    adapter: int = 1
     trouble: UpdateTrouble = "none"
 
 
@@ -140,6 +167,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         length_error: what predicted lengths of answers are multiplied by: for each request something near 1 (`noise`, a
             standard deviation of 0.3), 0, 100, or one of both.
         idle_timeout_s: engines that had no request for so long end; None: they stay.
+        drafts: what their drafters make: nothing, chains or trees.
+        helper_s: a thread beside the steps takes up to this time for a grammar, and a tenth of it for a mask.
+        num_adapters: so many adapters are loaded at the start.
+        tiers: slots of each replica's KV tiers in memory and on disk; 0 for none.
+        damages_tiers: share of what is torn, late or lost there, or cannot be written.
     """
 
     seed: int
@@ -162,6 +194,11 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     verify_replay: float = 0.0
     length_error: LengthError = "none"
     idle_timeout_s: float | None = None
+    drafts: DraftKind = "none"
+    helper_s: float = 0.0
+    num_adapters: int = 0
+    tiers: tuple[int, int] = (0, 0)
+    damages_tiers: float = 0.0
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[OperatorAction, ...] = ()
@@ -187,7 +224,120 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if drawn.num_replicas > 1 and draw.random() < SCALED_SHARE:
         drawn = _scale(drawn, draw)
     draw = random.Random(f"updates {seed}")
-    return _update(drawn, draw) if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE else drawn
+    if drawn.num_replicas > 1 and draw.random() < UPDATED_SHARE:
+        drawn = _update(drawn, draw)
+    draw = random.Random(f"answers {seed}")
+    if draw.random() < SHAPED_SHARE:
+        jobs = tuple(_shape_answer(job, draw) for job in drawn.jobs)
+        drawn = msgspec.structs.replace(drawn, jobs=jobs, helper_s=draw.choice((0.0, 0.02, 0.02, 0.6)))
+    draw = random.Random(f"drafts {seed}")
+    if draw.random() < DRAFTED_SHARE:
+        drawn = msgspec.structs.replace(drawn, drafts=draw.choice(("chain", "tree")))
+        if drawn.num_replicas > 1 and draw.random() < MOVED_SHARE:
+            drawn = _move_in_bursts(drawn, draw)
+    draw = random.Random(f"adapters {seed}")
+    if draw.random() < ADAPTED_SHARE:
+        drawn = _adapt(drawn, draw)
+    draw = random.Random(f"tiers {seed}")
+    return _keep_in_tiers(drawn, draw) if draw.random() < TIERED_SHARE else drawn
+
+
+def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose prompts come again when the device may have let them go, and tiers may have them."""
+    replace = msgspec.structs.replace
+    texts = [f"{draw.choice(TIER_TEXTS)} {number}. {SHARED_TEXT}" for number in range(draw.choice((2, 4)))]
+    span_s = draw.choice((0.5, 3.0))
+    jobs = tuple(
+        replace(job, prompt=draw.choice(texts) + job.prompt[:6], at_s=round(job.at_s + number * draw.random() * span_s, 4))
+        for number, jobs in enumerate((scenario.jobs, scenario.jobs[:5], scenario.jobs[:5]))
+        for job in jobs
+    )
+    drops = tuple(
+        OperatorAction(at_s=round(draw.random() * 2 * span_s, 4), kind="forget", job=draw.randrange(len(jobs)))
+        for _ in range(draw.choice((0, 0, 1)))
+    )
+    return replace(
+        scenario,
+        tiers=draw.choice(((40, 0), (0, 40), (8, 24), (6, 80))),
+        damages_tiers=draw.choice((0.0, 0.1, 0.3)),
+        num_blocks=draw.choice((14, 18, 24)),
+        jobs=jobs,
+        operations=scenario.operations + drops,
+    )
+
+
+def _move_in_bursts(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose requests move while they get several tokens in a step; some of them near their end."""
+    moves = tuple(
+        OperatorAction(
+            at_s=round(job.at_s + draw.random() * MOVES_SPAN_S / 2, 4),
+            kind="migrate",
+            replica=draw.randrange(scenario.num_replicas),
+            job=number,
+        )
+        for number, job in enumerate(scenario.jobs)
+        for _ in range(draw.choice((0, 2, 4)))
+    )
+    return msgspec.structs.replace(scenario, operations=scenario.operations + moves)
+
+
+def _shape_answer(job: Job, draw: random.Random) -> Job:
+    """Returns a job whose answer has a form."""
+    replace = msgspec.structs.replace
+    job = replace(job, prompt_logprobs=draw.random() < 0.15)
+    kind, letters = draw.choice(("plain", "grammar", "grammar", "letters", "letters")), draw.choice(("ab", "abc", "a b"))
+    if kind == "grammar":
+        return replace(
+            job,
+            grammar=draw.choice(tuple(GRAMMARS)),
+            max_tokens=draw.choice((job.max_tokens, 40, 100)),
+            stop=draw.choice(("", "", "ab", "b c", "5")),
+            num_stop_ids=draw.choice((0, 0, 0, job.num_stop_ids)),
+            ignores_eos=draw.random() < 0.3,
+        )
+    if kind == "letters":
+        return replace(
+            job,
+            letters=letters,
+            max_tokens=draw.choice((job.max_tokens, 40, 100)),
+            stop=draw.choice(("", "bab", "aab", "baaab", "a b", "bbabba")),
+            frequency_penalty=draw.choice((0.0, 0.0, 0.25, 1.0)),
+            min_tokens=draw.choice((0, 0, 4, 15)),
+            num_stop_ids=draw.choice((0, job.num_stop_ids)),
+        )
+    return replace(job, min_tokens=draw.choice((0, 6)))
+
+
+def _adapt(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario whose requests have adapters, which come and go. Some requests begin alike and differ in theirs.
+
+    A front is not killed where adapters change, as in `_update`.
+    """
+    replace = msgspec.structs.replace
+    jobs = tuple(replace(job, adapter=draw.choice((0, 1, 1, 2))) for job in scenario.jobs)
+    longest_s = max(job.at_s for job in jobs)
+    if draw.random() < 0.4:
+        shared = SHARED_TEXT * draw.choice((1, 2))
+        jobs = tuple(
+            replace(job, prompt=shared + job.prompt[:8], tenant=0, at_s=round(job.at_s + 0.2 * (job.adapter % 2), 4))
+            for job in jobs
+        )
+    changes = tuple(
+        OperatorAction(
+            at_s=round(draw.random() * (longest_s + 0.5), 4),
+            kind=draw.choice(("load", "unload")),
+            adapter=draw.choice((1, 2)),
+        )
+        for _ in range(draw.choice((0, 0, 1, 2, 3)))
+    )
+    faults = tuple(fault for fault in scenario.faults if not (changes and fault.kind == "restart_router"))
+    return replace(
+        scenario,
+        num_adapters=draw.choice((1, 2, 2, 2)),
+        jobs=jobs,
+        operations=scenario.operations + changes,
+        faults=faults,
+    )
 
 
 def _copy_prefixes(scenario: Scenario, draw: random.Random) -> Scenario:

@@ -28,14 +28,15 @@ from cloister.cluster.virtual.checks import (
     most_starts,
     updates_of,
 )
-from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
+from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.scenario import NUM_ADAPTERS, InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
@@ -46,7 +47,7 @@ from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
-from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+from cloister.types.request import ModelInfo, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
@@ -61,6 +62,8 @@ DRAIN_S: Final = 5.0
 SCALE_DOWN_S: Final = 0.5
 UPDATE_LOOK_S: Final = 0.05
 MANY: Final = 1_000_000
+RAISED: Final = 8.0
+"""Added to the logits of a job's letters, which are then above all others."""
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
 
@@ -94,23 +97,26 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
         run_virtually(simulation.run())
     except RuntimeError as error:  # nothing will ever happen again
         return simulation.outcome([str(error)])
-    simulation.violations += _check_answers(simulation, tokenizer) + check_events(simulation)
+    simulation.violations += _check_answers(simulation) + check_events(simulation)
     return simulation.outcome(simulation.violations)
 
 
-def _check_answers(simulation: _Simulation, tokenizer: Tokenizer) -> list[str]:
+def _check_answers(simulation: _Simulation) -> list[str]:
     """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
     weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
-    shapes = [replace(simulation.shape, weights=each, policy="fcfs") for each in weights]
-    if are_right(simulation.answers, shapes[0], tokenizer) or (
-        len(shapes) > 1 and all(any(are_right([a], shape, tokenizer) for shape in shapes) for a in simulation.answers)
+    plain = replace(simulation.shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
+    shapes = [replace(plain, weights=each) for each in weights]
+    if are_right(simulation.answers, shapes[0]) or (
+        len(shapes) > 1 and all(any(are_right([a], shape) for shape in shapes) for a in simulation.answers)
     ):
         return [wrong for answer in simulation.answers for wrong in check_answer(answer, answer.as_given(), simulation)]
     alone = [answer_alone(simulation, shape) for shape in shapes]
     found: list[str] = []
     for number, answer in enumerate(simulation.answers):
-        each = [check_answer(answer, of_shape[number], simulation) for of_shape in alone]
+        each = [check_answer(answer, of_shape[number].as_given(), simulation) for of_shape in alone]
         found += next((wrong for wrong in each if not wrong), each[0])
+        if not all(are_right([of_shape[number]], shape) for of_shape, shape in zip(alone, shapes, strict=True)):
+            found.append(f"{answer.request.request_id}: one engine alone says something else than the program")
     return found
 
 
@@ -156,9 +162,15 @@ def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, 
             stop=(job.stop,) if job.stop else (),
             stop_token_ids=tuple(range(job.num_stop_ids * vocab_size // VOCAB_SIZE)),
             max_tokens=job.max_tokens,
+            min_tokens=job.min_tokens,
             logprobs=2 if job.logprobs else None,
+            prompt_logprobs=1 if job.prompt_logprobs else None,
             ignore_eos=job.ignores_eos,
+            frequency_penalty=job.frequency_penalty,
+            logit_bias=dict.fromkeys(job.letters.encode(), RAISED),
+            grammar=GRAMMARS[job.grammar].write() if job.grammar else None,
         ),
+        adapter=digest_of(job.adapter) if job.adapter else None,
         scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
         tenant=f"tenant {job.tenant}",
         priority=job.priority,
@@ -184,6 +196,11 @@ class _Simulation:
             max_num_seqs=scenario.max_num_seqs,
             max_waiting=scenario.max_waiting,
             policy=scenario.scheduler,
+            num_adapters=scenario.num_adapters,
+            drafts=scenario.drafts,
+            helper_s=scenario.helper_s,
+            tiers=scenario.tiers,
+            damages_tiers=scenario.damages_tiers,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
@@ -263,7 +280,7 @@ class _Simulation:
         shape = replace(self.shape, weights=weights)
         if self._has_trouble("front", weights, None, update):
             shape = replace(shape, max_model_len=shape.max_model_len // 2)
-        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s)
+        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora)
         if self._has_trouble("step", weights, replica, update):
             engine.runner.num_failing = MANY
         engine.runner.kills_after = {
@@ -356,6 +373,9 @@ class _Simulation:
         self.open.pop(number, None)
 
     async def _follow(self, answer: JobAnswer, front: ReplicaSet) -> None:
+        if answer.job.adapter and name_of(answer.job.adapter) not in front.adapters.loaded:
+            answer.refusal = "the front knows no such adapter"
+            return
         try:
             await front.follow(answer.request, answer.take)
         except CloisterError as error:
@@ -396,8 +416,19 @@ class _Simulation:
             return
         if operation.kind == "update":
             await self._update(front, operation)
+        elif operation.kind in ("load", "unload"):
+            await self._change_adapter(front, operation)
         else:
             await operate(front, operation, self.answers)
+
+    async def _change_adapter(self, front: ReplicaSet, operation: OperatorAction) -> None:
+        """Loads or unloads an adapter; one that cannot be is an error of the operator."""
+        name = name_of(operation.adapter)
+        with contextlib.suppress(CloisterError):
+            if operation.kind == "load":
+                await front.adapters.load(name, str(operation.adapter))
+            else:
+                await front.adapters.unload(name)
 
     async def _update(self, front: ReplicaSet, operation: OperatorAction) -> None:
         before = self.updating
@@ -488,7 +519,11 @@ class _Simulation:
         num_open = 0 if process.kv_links is None else process.kv_links.num_open
         if any(left) or num_open:
             yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
+        if num_reads := process.engine.num_tier_reads():
+            yield f"engine {index} still reads {num_reads} times from its tiers"
         scheduler.pool.check()
+        if scheduler.kv_restores is not None:
+            scheduler.kv_restores.tiers.check()
         self._check_copies()
 
     def _check_copies(self) -> None:
@@ -545,14 +580,14 @@ class _Simulation:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
 
 
-def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[list[tuple[list[int], str, FinishReason]]]:
+def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[JobAnswer]:
     """Returns what one engine alone answers without faults."""
     engine = make_engine(shape, simulation.tokenizer, VirtualClock())
     return answer_all(engine.core, simulation.answers)
 
 
-def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[tuple[list[int], str, FinishReason]]]:
-    """Returns what an engine answers, without deadlines: (tokens, text, finish reason) of each sequence of each job."""
+def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[JobAnswer]:
+    """Returns what an engine answers to the same requests, without deadlines."""
     answers = [JobAnswer.to(answer.job, answer.request) for answer in given]
     by_id = {answer.request.request_id: answer for answer in answers}
     for answer in answers:
@@ -560,4 +595,4 @@ def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[list[tuple[
     while (outputs := core.step()) is not None:
         for output in outputs.outputs:
             by_id[output.request_id].take(output)
-    return [list(zip(a.token_ids, a.texts, (ends[0] for ends in a.ends), strict=True)) for a in answers]
+    return answers

@@ -59,7 +59,7 @@ class LinkTransport:
         self._loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CONNECT_S):
-                await self._host.start()
+                await self._host.start(config.lora)
                 self._connect()
                 while not self._received:
                     if self._link is None or self._link.is_lost:

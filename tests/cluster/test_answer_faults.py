@@ -1,0 +1,265 @@
+"""The search for faults finds bugs that are planted in what an answer depends on beside its tokens: grammars, stop strings,
+penalties, log-probabilities, drafts, adapters, and KV that comes back from tiers."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
+from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
+from cloister.cluster.virtual.scenario import Scenario
+from cloister.cluster.virtual.tier_threads import VirtualTierThreads
+from cloister.engine.adapters import AdapterCalls
+from cloister.engine.output_processor import OutputStream
+from cloister.engine.shadow import Shadow, ShadowState
+from cloister.executor import state as runner_state
+from cloister.executor.generation import TokenGenerator
+from cloister.executor.grammar import Grammars, GrammarState
+from cloister.executor.logits_processors import Penalties, TokenCounts
+from cloister.executor.state import BatchState, SequenceState
+from cloister.executor.verification import Verification
+from cloister.kv import PrefixKeys
+from cloister.kv.tiers import KVTierIndex, TierBlock
+from cloister.scheduler.kv_loads import KVLoads
+from cloister.text import StopStrings
+from cloister.text.grammar import GrammarCompiler
+from cloister.types.request import Grammar, SamplingParams
+from cloister.types.scope import Scope
+from cloister.types.step import NewSequence, Sample
+
+MOST_SCENARIOS = 60
+"""A planted bug must be found in so many scenarios that have what it is in."""
+
+
+@pytest.fixture(autouse=True)
+def no_log() -> Iterator[None]:
+    """The engines' deaths are the purpose, and no news."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+def has_grammars(scenario: Scenario) -> bool:
+    return any(job.grammar for job in scenario.jobs)
+
+
+def has_letters(scenario: Scenario) -> bool:
+    return any(job.letters for job in scenario.jobs)
+
+
+def has_least_lengths(scenario: Scenario) -> bool:
+    return any(job.min_tokens and job.num_stop_ids and not job.letters for job in scenario.jobs)
+
+
+def has_drafts(scenario: Scenario) -> bool:
+    return scenario.drafts != "none"
+
+
+def has_trees(scenario: Scenario) -> bool:
+    return scenario.drafts == "tree"
+
+
+def has_adapters(scenario: Scenario) -> bool:
+    return scenario.num_adapters > 0
+
+
+def has_tiers(scenario: Scenario) -> bool:
+    return any(scenario.tiers)
+
+
+def moves_while_it_drafts(scenario: Scenario) -> bool:
+    return has_drafts(scenario) and any(each.kind in ("migrate", "drain", "flip") for each in scenario.operations)
+
+
+def unloads_adapters(scenario: Scenario) -> bool:
+    return any(each.kind == "unload" for each in scenario.operations)
+
+
+def scenarios_with(has: Callable[[Scenario], bool], count: int, first: int = 0) -> list[Scenario]:
+    drawn = (scenario for seed in itertools.count(first) if has(scenario := fuzz.scenario_of(seed)))
+    return list(itertools.islice(drawn, count))
+
+
+# Bugs that are planted, each in place of a method. What they call is the real one.
+
+open_grammar, root, replay_text, take = Grammars.open, PrefixKeys.root, OutputStream.replay, OutputStream.take
+
+
+def begin_anew(grammars: Grammars, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
+    return open_grammar(grammars, grammar, sampling, [])
+
+
+def share_the_place(state: GrammarState) -> GrammarState:
+    """A forked sequence goes on in its parent's grammar."""
+    state._wait()
+    copied = GrammarState(state._matcher, state._mask.copy(), state._eos, state._sampling)
+    copied.failure, copied.must_end = state.failure, state.must_end
+    return copied
+
+
+def share_between_adapters(keys: PrefixKeys, scope: Scope, adapter: str | None = None) -> bytes:
+    return root(keys, scope)
+
+
+def need_nothing(calls: AdapterCalls, digest: str) -> bool:
+    return False
+
+
+def keep_positions(generator: TokenGenerator, *_: object) -> None:
+    """KV of the accepted path of a tree stays where the tree was."""
+
+
+def accept_everything(verification: Verification) -> Sample:
+    draft = verification.draft.token_ids
+    return Sample(
+        verification.state.seq_id, verification.token_ids, verification.logprobs, len(draft), tuple(range(len(draft)))
+    )
+
+
+def leave_out_the_rest_of_a_step(shadow: Shadow, index: int, num_said: int, num_own: int, *, is_open: bool) -> ShadowState:
+    end_start = shadow._end_starts.get(index)
+    if end_start is not None and is_open:
+        return ShadowState.AHEAD if end_start >= num_own else ShadowState.WRONG
+    return compare_ends(shadow, index, num_said, num_own, is_open=is_open)
+
+
+compare_ends = Shadow._compare_ends
+
+
+def forget_the_beginning_of_a_stop(stream: OutputStream, token_ids: list[int]) -> None:
+    replay_text(stream, token_ids)
+    if stream._stop_strings is not None:
+        stream._stop_strings = StopStrings(stream.new.sampling.stop)
+
+
+def pass_on_all_logprobs(stream: OutputStream, sample: Sample) -> object:
+    stop = take(stream, sample)
+    stream.logprobs = sample.logprobs
+    return stop
+
+
+def count_no_output(sampling: SamplingParams, new: NewSequence) -> Penalties | None:
+    asked = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    if asked == (1.0, 0.0, 0.0):
+        return None
+    prompt = np.array(new.token_ids[: new.num_prompt_tokens], np.int32)
+    return Penalties(*asked, TokenCounts(prompt, new.num_prompt_tokens))
+
+
+def never_cancel_a_read(loads: KVLoads, load: Any) -> None:
+    stop_transfer(loads, load)
+    loads.cancelled_reads.clear()
+
+
+stop_transfer = KVLoads._stop_transfer
+
+
+def lose_the_slot(index: KVTierIndex, stored: TierBlock) -> None:
+    if index._slots[stored.group].blocks.get(stored.key) is stored:
+        index._remove(stored)
+
+
+def read_anything(threads: VirtualTierThreads, block: TierBlock) -> tuple[int, bytes]:
+    """A slot is opened whatever is in it."""
+    _, content = threads._contents.get((block.tier, block.group, block.slot), (-1, b""))
+    return block.number, content
+
+
+PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
+    "a grammar begins anew where an answer is resumed": (Grammars, "open", begin_anew, has_grammars),
+    "two sequences have one place in a grammar": (GrammarState, "copy", share_the_place, has_grammars),
+    "adapters share prefixes": (PrefixKeys, "root", share_between_adapters, has_adapters),
+    "an adapter goes while its requests move": (AdapterCalls, "_is_needed", need_nothing, unloads_adapters),
+    "KV of an accepted path stays in the tree": (TokenGenerator, "_keep_paths", keep_positions, has_trees),
+    "rejected drafts count as accepted": (Verification, "sample", property(accept_everything), has_drafts),
+    "the rest of a step is left out": (Shadow, "_compare_ends", leave_out_the_rest_of_a_step, moves_while_it_drafts),
+    "a stop string is cut in two by a move": (OutputStream, "replay", forget_the_beginning_of_a_stop, has_letters),
+    "what ends an answer may be chosen before its least length": (
+        SequenceState, "active_stop_mask", property(lambda state: None), has_least_lengths,
+    ),
+    "log-probabilities follow the end of an answer": (OutputStream, "take", pass_on_all_logprobs, has_drafts),
+    "penalties forget what was said elsewhere": (runner_state, "_penalties", count_no_output, has_letters),
+    "a read of a tier outlives its request": (KVLoads, "_stop_transfer", never_cancel_a_read, has_tiers),
+    "a slot of a tier is lost": (KVTierIndex, "lose", lose_the_slot, has_tiers),
+    "a tier opens whatever is in a slot": (VirtualTierThreads, "_find", read_anything, has_tiers),
+}  # fmt: skip
+
+FIRST_SEEDS: dict[str, int] = {}
+"""Where the search for a bug begins, so that the test is quick."""
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, wrong, has = PLANTED[bug]
+    monkeypatch.setattr(where, name, wrong)
+    scenarios = scenarios_with(has, MOST_SCENARIOS, FIRST_SEEDS.get(bug, 0))
+    assert any(fuzz.replay(scenario).violations for scenario in scenarios)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_a_rule_lets_the_same_tokens_follow_as_the_grammar(name: str) -> None:
+    """The rule knows nothing of the library that follows grammars in engines."""
+    draw, compiler = random.Random(name), GrammarCompiler(fuzz._tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    beginning, mask = compiler.compile(GRAMMARS[name].write()), np.zeros(compiler.num_words, np.uint32)
+    for _ in range(20):
+        matcher, rule = beginning.copy(), GRAMMARS[name].rule
+        while not matcher.is_complete:
+            assert matcher.fill(mask)
+            allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little")).tolist()
+            assert allowed == sorted(find_next(rule)) + [EOS] * may_end(rule)
+            token = draw.choice(sorted(find_next(rule)))
+            matcher.accept([token])
+            rule = derive(rule, token)
+        assert not find_next(rule)
+
+
+def test_what_is_drawn_happens() -> None:
+    """So what the search finds, or does not find, is of some worth."""
+    seen: Counter[str] = Counter()
+    follow, tell, own_arrive = Verification.follow, VirtualTierThreads._tell, BatchState.arrive
+    accept = Verification.accept
+
+    def count_path(verification: Verification) -> None:
+        seen["accepted"] += bool(verification.path)
+        seen["rejected"] += len(verification.path) < len(verification.draft.token_ids)
+
+    def count_follow(verification: Verification, sampled: Sequence[int]) -> None:
+        follow(verification, sampled)
+        count_path(verification)
+
+    def count_accept(verification: Verification, *args: Any) -> bool:
+        goes_on = accept(verification, *args)
+        if not goes_on and verification.state.grammar is not None:
+            seen["accepted under a grammar"] += bool(verification.path)
+        return goes_on
+
+    def count_arrival(batch: BatchState, new: NewSequence) -> None:
+        own_arrive(batch, new)
+        if len(new.token_ids) > new.num_prompt_tokens:
+            seen["resumed in a grammar"] += new.sampling.grammar is not None
+            seen["resumed with an adapter"] += new.adapter is not None
+
+    def count_read(threads: VirtualTierThreads, job: Any) -> Any:
+        seen["restored"] += len(job.objects)
+        seen["unreadable"] += job.unreadable is not None
+        return tell(threads, job)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Verification, "follow", count_follow)
+        patch.setattr(Verification, "accept", count_accept)
+        patch.setattr(BatchState, "arrive", count_arrival)
+        patch.setattr(VirtualTierThreads, "_tell", count_read)
+        for has in (has_drafts, has_adapters, has_grammars, has_tiers):
+            for scenario in scenarios_with(has, 12):
+                assert not fuzz.replay(scenario).violations
+    assert min(seen[name] for name in ("accepted", "rejected", "accepted under a grammar", "restored")) >= 10
+    assert min(seen[name] for name in ("resumed in a grammar", "resumed with an adapter", "unreadable")) >= 2
