@@ -27,7 +27,7 @@ from cloister.cluster.roles import RoleFlipper, RoleRouter, RoutingDecision
 from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
 from cloister.cluster.routers import Router
 from cloister.cluster.shadow_moves import ShadowEnd, ShadowMoves
-from cloister.cluster.standby import StandbyKeeper
+from cloister.cluster.standby import StandbyKeeper, can_take_over
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
 from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
@@ -702,11 +702,13 @@ class ReplicaSet(RequestClient):
     def check_drain(self, index: int) -> None:
         """As `RequestClient.check_drain`. A replica that is not well may go."""
         self._check_index(index)
-        states = [snapshot.state for snapshot in self.snapshots()]
-        others = {i: state for i, state in enumerate(states) if i != index}
+        snapshots = self.snapshots()
+        others = [snapshot for snapshot in snapshots if snapshot.index != index]
         is_last = len(self._draining | {index}) == len(self._replicas)  # `drain_replica` says so
-        if not is_last and states[index] not in NOT_WELL and NOT_WELL.issuperset(others.values()):
-            listed = ", ".join(f"replica {i} is {state}" for i, state in others.items())
+        if not is_last and snapshots[index].state not in NOT_WELL and not any(map(can_take_over, others)):
+            listed = ", ".join(
+                f"replica {other.index} {'stands by and ' if other.is_standby else ''}is {other.state}" for other in others
+            )
             raise InvalidRequestError(
                 f"replica {index} is the last one that is well, so it cannot be drained: {listed}; return a drained one, or "
                 "wait until another one is running (`cloister cluster status` shows it)",

@@ -86,8 +86,7 @@ def cpu_seconds(pid: int | None = None) -> float | None:
 
 
 def freeze_gc_heap(*, thaw: bool = False) -> None:
-    """Exempts everything that is in use from garbage collection, which stops the process for 0.1 s and writes to pages that forks
-    share.
+    """Exempts everything that is in use from garbage collection, which stops the process for 0.1 s and writes to shared pages.
 
     What is garbage now is freed first: frozen, it would stay for ever.
 
