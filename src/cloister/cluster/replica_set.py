@@ -200,6 +200,7 @@ class ReplicaSet(RequestClient):
         self._transfer_token_s = [0.0 for _ in self._replicas]
         self._transferred_s = [0.0 for _ in self._replicas]
         self._num_migrated = [0 for _ in self._replicas]
+        self._num_routed_before = [0 for _ in self._replicas]
         self._num_kv_loads = [0 for _ in self._replicas]
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[EventListener] = []
@@ -362,6 +363,7 @@ class ReplicaSet(RequestClient):
             slowness=self._speeds.slowness(index),
             is_slow=self._speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
+            num_routed=self._num_routed_before[index] + own.num_routed,
             num_migrated=self._num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
             num_prefix_copies=0 if self._copies is None else self._copies.num_copies[index],
@@ -793,6 +795,8 @@ class ReplicaSet(RequestClient):
     def put_client(self, index: int, client: EngineClient) -> EngineClient:
         old, self._replicas[index] = self._replicas[index], client
         old.detach()
+        # the count of a replica goes on: a counter that falls hides requests from a reader who comes now and then
+        self._num_routed_before[index] += old.snapshot().num_routed - client.snapshot().num_routed
         self._connect(index, client)
         self._forget(index)
         self._verifier.odd.discard(index)
