@@ -222,6 +222,26 @@ def test_the_last_old_engine_ends_what_it_has_begun(model_path: Path) -> None:
     asyncio.run(main())
 
 
+def test_the_count_of_requests_that_a_replica_was_given_goes_on_over_its_engines(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path) as replicas:
+            begun = [begin(replicas, f"number {number}", 5) for number in range(4)]
+            await until(lambda: all(one.ends for one in begun))
+            counts = [snapshot.num_routed for snapshot in replicas.snapshots()]
+            assert sum(counts) == 4
+            other = in_thread(model_path, make_core(model_path))
+            await other.start()
+            old = replicas.put_client(0, other)
+            assert [snapshot.num_routed for snapshot in replicas.snapshots()] == counts
+            begun = [begin(replicas, f"then {number}", 5) for number in range(4)]
+            await until(lambda: all(one.ends for one in begun))
+            assert sum(snapshot.num_routed for snapshot in replicas.snapshots()) == 8
+            await replicas.put_client(0, old).drain(0.0)  # as an update that is undone
+            assert sum(snapshot.num_routed for snapshot in replicas.snapshots()) == 8
+
+    asyncio.run(main())
+
+
 def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path, num_replicas=3) as replicas:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
 
 import pytest
 
-from cloister.engine.machine import cpu_seconds, read_machine, resident_bytes
+from cloister.engine.machine import cpu_seconds, freeze_gc_heap, read_machine, resident_bytes
 
 GIB = 2**30
 HOST = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 100 kB\nMemAvailable: {48 * 2**20} kB\n"}
@@ -122,3 +124,23 @@ def test_processor_time_is_that_of_the_process_and_nothing_of_one_that_ended():
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     assert cpu_seconds(ended.pid) is None
+
+
+def test_what_is_exempt_from_collection_is_in_use_and_may_be_freed_when_it_no_longer_is():
+    class Loop:
+        def __init__(self) -> None:
+            self.me = self
+
+    gc.disable()
+    try:
+        garbage, kept = weakref.ref(Loop()), Loop()
+        freeze_gc_heap()
+        assert garbage() is None
+        gone = weakref.ref(kept)
+        del kept
+        freeze_gc_heap()
+        assert gone() is not None
+        freeze_gc_heap(thaw=True)
+        assert gone() is None
+    finally:
+        gc.enable()

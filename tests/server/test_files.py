@@ -19,12 +19,14 @@ from hypothesis import strategies as st
 from cloister.engine import EngineClient
 from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
+from cloister.server.errors import INTERNAL
 from cloister.server.files import batches
 from cloister.server.files import store as shelves
 from cloister.server.files.batches import Batch, BatchRunner, read_lines
 from cloister.server.files.service import FileService, read_form
 from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
 from cloister.server.files.vault import DamagedError, StorageFullError, Vault
+from cloister.server.logs import public_error
 from cloister.server.routes import files as batch_routes
 from cloister.server.serve import ServerApp
 from cloister.text import ChatTemplate, Tokenizer
@@ -651,3 +653,10 @@ def test_no_name_of_a_file_is_a_fault_of_the_server(server, filename):
     )
     assert reply.status_code in (200, 400), reply.text
     assert httpx.get(f"{server.url}/v1/files").status_code == 200
+
+
+def test_a_client_is_told_that_what_was_kept_is_damaged_and_of_other_errors_of_this_server_nothing():
+    shown = public_error(DamagedError())
+    assert (shown.status, shown.code) == (500, "damaged_file")
+    assert public_error(CloisterError("The disk refuses.", code="storage_failed")).code == "storage_failed"
+    assert public_error(CloisterError("a path")).message == INTERNAL.message

@@ -97,6 +97,17 @@ def test_a_strict_profile_lets_nothing_out_of_what_was_accepted():
     assert "medusa" not in text
 
 
+def test_a_strict_profile_says_why_its_page_has_no_figures_yet():
+    counts = ReleasedCounts(CountRelease(threshold=2))
+    counts.observe(ended("r0", 12.0))
+    before = counts.render().decode()
+    assert before.startswith("# The privacy profile")
+    assert "after 2 requests have ended" in before
+    assert not figures(before)
+    counts.observe(ended("r1", 12.0))
+    assert figures(counts.render().decode())["cloister_requests_total"] == 2
+
+
 def test_events_become_figures():
     metrics = Metrics()
     events = life_of_a_request()
@@ -248,10 +259,11 @@ def test_a_strict_profile_lets_out_sums_of_many_requests_only(model_path):
         serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
         httpx.Client(base_url=server.url) as client,
     ):
-        assert client.get("/metrics").text == ""
+        before = client.get("/metrics").text
+        assert figures(before) == {}
         for _ in range(19):
             client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 2})
-        assert client.get("/metrics").text == ""
+        assert client.get("/metrics").text == before
         client.post("/v1/completions", json={"model": MODEL, "prompt": "four", "max_tokens": 2})
         shown = figures(client.get("/metrics").text)
     assert shown["cloister_requests_total"] == 20

@@ -1,11 +1,15 @@
 """Several models, one in memory at a time."""
 
 import asyncio
+import gc
+import weakref
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any
 
 import pytest
 
+from cloister.engine.machine import freeze_gc_heap
 from cloister.server.errors import OverloadedError
 from cloister.server.model_switcher import ModelSwitcher
 from cloister.types.errors import EngineError, ModelError
@@ -158,3 +162,31 @@ def test_draining_refuses_those_who_wait_and_ends_what_is_loaded() -> None:
         assert shelf.log == ["+a", "-a"]
 
     run(scenario)
+
+
+def test_what_a_model_leaves_that_was_loaded_before_is_freed_though_it_was_exempt_from_collection() -> None:
+    class Loop(Place):
+        def __init__(self, name: str, log: list[str]) -> None:
+            super().__init__(name, log)
+            self.me = self  # as an application, whose routes refer to it
+
+    async def scenario() -> None:
+        async def open_loop(name: str) -> Loop:
+            return Loop(name, [])
+
+        switcher = ModelSwitcher(open_loop, 5, partial(freeze_gc_heap, thaw=True))
+        await switcher.begin("a")
+        assert switcher.shown is not None
+        first = weakref.ref(switcher.shown)
+        gc.collect()
+        assert not any(found is first() for found in gc.get_objects())  # no collection looks at it
+        async with switcher.lend("b"):
+            pass
+        assert first() is None
+        assert gc.get_freeze_count() > 10_000
+
+    gc.disable()
+    try:
+        run(scenario)
+    finally:
+        gc.enable()

@@ -11,6 +11,7 @@ from cloister.cluster.hand_offs import HandOffs
 from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.request_moves import RequestMoves
 from cloister.cluster.request_routing import RequestRouting
+from cloister.cluster.standby import can_take_over
 from cloister.engine.client import DRAIN_REPLICA_S
 from cloister.engine.replica_snapshot import NOT_WELL, RequestSnapshot, Role
 from cloister.types.errors import InvalidRequestError
@@ -66,11 +67,13 @@ class ReplicaDrains:
     def check(self, index: int) -> None:
         """As `RequestClient.check_drain`. A replica that is not well may go."""
         self._check_index(index)
-        states = [snapshot.state for snapshot in self._states.snapshots()]
-        others = {i: state for i, state in enumerate(states) if i != index}
+        snapshots = self._states.snapshots()
+        others = [snapshot for snapshot in snapshots if snapshot.index != index]
         is_last = len(self._states.draining | {index}) == len(self._clients)  # `drain` says so
-        if not is_last and states[index] not in NOT_WELL and NOT_WELL.issuperset(others.values()):
-            listed = ", ".join(f"replica {i} is {state}" for i, state in others.items())
+        if not is_last and snapshots[index].state not in NOT_WELL and not any(map(can_take_over, others)):
+            listed = ", ".join(
+                f"replica {other.index} {'stands by and ' if other.is_standby else ''}is {other.state}" for other in others
+            )
             raise InvalidRequestError(
                 f"replica {index} is the last one that is well, so it cannot be drained: {listed}; return a drained one, or "
                 "wait until another one is running (`cloister cluster status` shows it)",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Final
 
-from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState
+from cloister.engine.replica_snapshot import NOT_WELL, ReplicaSnapshot, ReplicaState
 
 GONE: Final[frozenset[ReplicaState]] = frozenset({"lost", "starting"})
 
@@ -48,6 +48,11 @@ class StandbyKeeper:
         """Returns one that is ready; None if none is."""
         ready = _find_ready(replicas)
         return self._draw.choice(ready) if ready else None
+
+
+def can_take_over(replica: ReplicaSnapshot) -> bool:
+    """Whether requests can go to a replica once no other one is left. One that stands by is only promoted when ready."""
+    return replica.state == "standby" if replica.is_standby else replica.state not in NOT_WELL
 
 
 def _find_ready(replicas: Sequence[ReplicaSnapshot]) -> list[int]:

@@ -10,6 +10,8 @@ import gc
 from collections.abc import Callable
 from typing import Final
 
+from cloister.engine.machine import freeze_gc_heap
+
 TIDY_EVERY_S: Final = 0.25
 """Interval between scrubs while other requests run."""
 
@@ -29,8 +31,7 @@ class MemoryScrubber:
     def freeze_gc_heap(self) -> None:
         """Excludes all current objects from garbage collection, so that scrubbing is fast; call it once everything is
         loaded."""
-        gc.collect()
-        gc.freeze()
+        freeze_gc_heap()
 
     def note_end(self) -> None:
         """Notes that a request has ended."""

@@ -13,7 +13,6 @@ then an engine like any other.
 from __future__ import annotations
 
 import faulthandler
-import gc
 import logging
 import os
 import socket
@@ -26,7 +25,7 @@ import msgspec
 from cloister.engine import channel, engine_process
 from cloister.engine.core import EngineCore
 from cloister.engine.fork_server import MESSAGE_BYTES, MYSELF, PID_BYTES, TemplateReady
-from cloister.engine.machine import return_free_memory
+from cloister.engine.machine import freeze_gc_heap, return_free_memory
 from cloister.types.events import EngineMessage
 from cloister.types.logs import describe
 from cloister.types.processes import count_threads, end_with_parent, name_process
@@ -137,8 +136,7 @@ def prepare() -> str:
     """
     if loaded := [name for name in THREADED_LIBRARIES if name in sys.modules]:
         return f"{', '.join(loaded)} has threads that a fork would lack"
-    gc.collect()
-    gc.freeze()  # forks share these pages, so the garbage collector must not touch them
+    freeze_gc_heap()  # forks share these pages, so the garbage collector must not touch them
     return_free_memory()
     if (child := os.fork()) == 0:
         os._exit(0)

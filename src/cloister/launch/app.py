@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cloister.engine.machine import process_age_s, return_free_memory
+from cloister.engine.machine import freeze_gc_heap, process_age_s, return_free_memory
 from cloister.launch.backend import kept_tokenizers
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import LOCAL, Settings
@@ -164,6 +163,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             early = _find_early(config.model)
             read = partial(Tokenizer, kept=kept_tokenizers(config))
             tokenizer = await asyncio.to_thread(read, early) if early is not None else None
+            freeze_gc_heap()  # here it costs no time, since the engine loads meanwhile; below little is left to search
         except asyncio.CancelledError:
             starting.cancel()  # the server stops: nobody waits for the engine any more
             raise
@@ -190,7 +190,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     except BaseException:
         await engine.drain(0.0)
         raise
-    gc.freeze()  # what stays is not searched for garbage, which would stop all streams for 0.1 s again and again
+    freeze_gc_heap()  # a search of all this would stop all streams for 0.1 s again and again
     return_free_memory()
     watch.lap("front")
     (name, engine_imported_s), *others = engine.startup
@@ -229,7 +229,7 @@ async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable
 
     stored = FileService.open(front, gate)
     responses_kept = ResponseStore() if front.keep_responses else None
-    switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s)
+    switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s, partial(freeze_gc_heap, thaw=True))
     calls = HttpCalls(
         lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,
         [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],

@@ -44,7 +44,7 @@ class CountRelease:
         if threshold < 2:
             raise ValueError("a threshold of fewer than two requests protects nobody")
         self._names = names
-        self._threshold = threshold
+        self.threshold = threshold
         self._num_published = 0
         self._shown: dict[str, float] = {}
 
@@ -55,7 +55,7 @@ class CountRelease:
             num_ended: requests that ended since the server started.
             counts: running totals by name.
         """
-        if num_ended - self._num_published >= self._threshold:
+        if num_ended - self._num_published >= self.threshold:
             self._num_published = num_ended
             self._shown = {name: value for name, value in counts.items() if name in self._names}
         return dict(self._shown)

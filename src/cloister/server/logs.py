@@ -83,6 +83,8 @@ def _work_of(call: HttpCall) -> dict[str, object]:
 
 
 FAILURES: Final = logging.getLogger("cloister.server")
+STORAGE_CODES: Final = frozenset({"damaged_file", "storage_failed"})
+"""Errors with the status 500 that say something to clients."""
 
 
 def log_failure(error: BaseException) -> None:
@@ -93,9 +95,9 @@ def log_failure(error: BaseException) -> None:
 
 
 def public_error(error: Exception) -> CloisterError:
-    """Returns the error to show to a client: errors meant for clients unchanged, others as an internal error, which
-    is logged."""
+    """Returns the error to show to a client: errors meant for clients unchanged, others as an internal error. Errors with the
+    status 500 are logged."""
     if isinstance(error, CloisterError) and error.status != CloisterError.status:
         return error
     log_failure(error)
-    return INTERNAL
+    return error if isinstance(error, CloisterError) and error.code in STORAGE_CODES else INTERNAL

@@ -63,17 +63,19 @@ class ModelSwitcher:
     Args:
         open: loads a model; called while no other one is loaded.
         patience_s: timeout of a request that waits for its model.
+        settle: called after a model was loaded, when the one before is no longer referred to and no request runs.
 
     Attributes:
         name: name of the loaded model, None if there is none.
         shown: the last loaded model, for requests that need none in memory; None before the first.
     """
 
-    def __init__(self, open: Opener, patience_s: float) -> None:
+    def __init__(self, open: Opener, patience_s: float, settle: Callable[[], None] = lambda: None) -> None:
         self.name: str | None = None
         self.shown: ResidentModel | None = None
         self._open = open
         self._patience_s = patience_s
+        self._settle = settle
         self._place: ResidentModel | None = None
         self._num_lent = 0
         self._queue: list[_Waiter] = []
@@ -87,8 +89,7 @@ class ModelSwitcher:
 
     async def begin(self, name: str) -> None:
         """Loads the first model, before there are requests; exceptions of the opener propagate."""
-        self._place = self.shown = await self._open(name)
-        self.name = name
+        await self._load(name)
 
     @asynccontextmanager
     async def lend(self, name: str) -> AsyncIterator[ResidentModel]:
@@ -161,8 +162,7 @@ class ModelSwitcher:
         """Loads another model."""
         try:
             await self._clear()
-            self._place = self.shown = await self._open(name)
-            self.name = name
+            await self._load(name)
         except Exception as error:
             reason = error.message if isinstance(error, CloisterError) else describe(error)
             _logger.error("model %s could not be loaded: %s", name, reason)
@@ -170,6 +170,11 @@ class ModelSwitcher:
         finally:
             self._change = None
         self._advance()
+
+    async def _load(self, name: str) -> None:
+        self._place = self.shown = await self._open(name)
+        self._settle()
+        self.name = name
 
     async def _clear(self) -> None:
         place, self._place, self.name = self._place, None, None

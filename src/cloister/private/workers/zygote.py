@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import importlib
 import os
 import signal
@@ -19,6 +18,7 @@ from typing import Final, Protocol
 
 import msgspec
 
+from cloister.engine.machine import freeze_gc_heap
 from cloister.engine.sealed_channels import CONNECT
 from cloister.trust.hardening.landlock import confine_signals
 from cloister.trust.shape import TrafficShape
@@ -194,8 +194,7 @@ def main(descriptor: int) -> int:
     if num_threads != 1:
         control.send(msgspec.msgpack.encode(ZygoteReady(error=f"it has {num_threads} threads, and forks of it would hang")))
         return 1
-    gc.collect()
-    gc.freeze()  # workers share these pages, so the garbage collector must not touch them
+    freeze_gc_heap()  # workers share these pages, so the garbage collector must not touch them
     control.send(msgspec.msgpack.encode(ZygoteReady(num_threads=num_threads)))
     Zygote(control, serving, boot.server.replicas, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
     return 0

@@ -199,4 +199,9 @@ class ReleasedCounts:
         """Returns the sums as they were last released."""
         shown = self._release.publish(self._num_ended, self._counts)
         lines = [f"# TYPE cloister_{name}_total counter\ncloister_{name}_total {value}" for name, value in shown.items()]
-        return "".join(f"{line}\n" for line in lines).encode()
+        least = self._release.threshold
+        note = (
+            "# The privacy profile of this server shows sums over many requests only: the first after "
+            f"{least} requests have ended, and new ones after {least} more. /health says whether it is well."
+        )
+        return "".join(f"{line}\n" for line in [note, *lines]).encode()
