@@ -6,10 +6,9 @@ import json
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
 
 import httpx
 import pytest
@@ -20,21 +19,22 @@ from cloister.private.nodes import EVIDENCE_PATH
 from cloister.trust.attestation import AttestationPolicy, Statement, read_evidence, read_statement
 from cloister.trust.hardening import MEASURES
 from cloister.trust.transparency.checks import View
-from tests.e2e.test_sealed_serve import MODEL, Node, serve_in_vain
+from tests.e2e.test_sealed_serve import MODEL, Node
 from tests.trust.hardening.launching import needs_measures
 
 pytestmark = needs_measures
 
-PROMPTS = tuple(f"Once upon a time, number {number}," for number in range(8))
-NUM_TOKENS = 400
-OPTIONS = {"max_tokens": NUM_TOKENS, "ignore_eos": True}
+PROMPTS = tuple(f"Story {number}. Once upon a time there was a small house beside a large river, and " for number in range(6))
+NUM_TOKENS = 250
 START_TIMEOUT_S = 120
-SETTINGS = ("--replicas", "2", "--num-threads", "1", "--max-num-seqs", "8")
+NUM_ENGINES = 3
+ROLES = ("--prefill", "1", "--decode", "1", "--kv-transfer", "sealed")
+NO_ROLES = ()
 
 
-@pytest.fixture(scope="module")
-def node() -> Iterator[Node]:
-    with Node("--sealed", *SETTINGS) as running:
+@pytest.fixture(scope="module", params=[ROLES, pytest.param(NO_ROLES, marks=pytest.mark.slow)], ids=["roles", "mixed"])
+def node(request: pytest.FixtureRequest) -> Iterator[Node]:
+    with Node("--sealed", "--replicas", str(NUM_ENGINES), "--num-threads", "1", *request.param) as running:
         yield running
 
 
@@ -54,11 +54,11 @@ def statement_of(node: Node) -> Statement:
     return read_statement(read_evidence(answer.content).statement)
 
 
-def ask_all(node: Node, during: Any = lambda: None, **options: Any) -> list[str]:
+def ask_all(node: Node, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
     """Asks for every answer at once."""
     with ThreadPoolExecutor(len(PROMPTS)) as pool:
-        waiting = [pool.submit(node.complete, prompt, **{**OPTIONS, **options}) for prompt in PROMPTS]
-        during()
+        waiting = [pool.submit(node.complete, prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+        meanwhile()
         replies = [each.result() for each in waiting]
     assert [status for status, _ in replies] == [200] * len(PROMPTS), replies
     return [json.loads(content)["choices"][0]["text"] for _, content in replies]
@@ -71,91 +71,53 @@ def used_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def test_two_engines_answer_as_one_and_both_are_drawn(node: Node, answers: list[str]) -> None:
-    engines = node.pids_named("cl-engine")
-    assert len(engines) == 2
-    before_s = [used_s(pid) for pid in engines]
-    assert ask_all(node) == answers
-    assert all(used_s(pid) - earlier_s > 0.02 for pid, earlier_s in zip(engines, before_s, strict=True))
+def test_engines_of_a_unit_answer_as_one_and_each_of_them_is_drawn(node: Node, answers: list[str]) -> None:
+    before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine")}
+    assert len(before_s) == NUM_ENGINES
+    for _ in range(10):
+        assert ask_all(node) == answers
+        if all(used_s(pid) - earlier_s > 0.05 for pid, earlier_s in before_s.items()):
+            break
+    else:
+        pytest.fail("an engine got nothing in ten times")
+    assert "KV" not in node.printed.partition("Serving on")[2]  # all that was asked for has come
 
 
 def test_accepted_requests_survive_the_death_of_an_engine_with_the_same_tokens(node: Node, answers: list[str]) -> None:
-    victim = node.pids_named("cl-engine")[0]
-    printed = len(node.printed)
-    before_s = used_s(victim)
+    printed, victims = len(node.printed), list[int]()
+    before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine")}
 
     def kill() -> None:
         give_up_s = time.monotonic() + 60
-        while used_s(victim) - before_s < 0.1:  # it computes some of them
+        while not victims:  # one that computes some of them
             assert time.monotonic() < give_up_s
-            time.sleep(0.005)
-        os.kill(victim, signal.SIGKILL)
+            victims.extend([pid for pid, earlier_s in before_s.items() if used_s(pid) - earlier_s > 0.1][:1])
+        os.kill(victims[0], signal.SIGKILL)
 
     assert ask_all(node, kill) == answers
-    said = node.printed[printed:]
-    assert "Once" not in said
-    assert not any(answer[:12] in said for answer in answers)
-    wait_for_engines(node)
-    assert ask_all(node) == answers
-
-
-def wait_for_engines(node: Node, count: int = 2) -> None:
     give_up_s = time.monotonic() + START_TIMEOUT_S
-    while len(node.pids_named("cl-engine")) < count or "runs again" not in node.printed:
+    while len(node.pids_named("cl-engine")) < NUM_ENGINES or "runs again" not in node.printed:
         assert time.monotonic() < give_up_s, node.printed
         time.sleep(0.1)
+    assert ask_all(node) == answers
+    said = node.printed[printed:]
+    assert not any(words in said for prompt, answer in zip(PROMPTS, answers, strict=True) for words in (prompt, answer[:12]))
 
 
 def test_its_evidence_has_the_measures_of_each_engine_and_the_capacity_of_all(node: Node) -> None:
     statement = statement_of(node)
-    every = {f"{role}.{measure.name}" for role in ("engine", "engine-1") for measure in MEASURES}
+    every = {f"{role}.{measure.name}" for role in ("engine", "engine-1", "engine-2") for measure in MEASURES}
     assert every <= statement.hardening.keys()
-    assert statement.configuration["setting replicas"] == "2"
+    assert statement.configuration["setting replicas"] == str(NUM_ENGINES)
     assert statement.configuration["setting router"] == '"capacity_random"'
-    assert statement.capacity == 2
+    assert statement.capacity == NUM_ENGINES
+    policy = AttestationPolicy(accept_software=True, releases=frozenset({statement.release}))
     with httpx.Client() as client:
-        policy = AttestationPolicy(accept_software=True, releases=frozenset({statement.release}))
-        checked = check_url(fetch_from(node.url, client), None, policy, View(), time.time())
-        [findings] = checked.nodes.values()
-        [unit] = [step for step in findings if step.slug == "unit"]
-        assert checked.accepted
-        assert "one unit of 2 engines" in unit.text
-        other = replace(policy, configuration={**statement.configuration, "setting replicas": "3"})
-        refused = check_url(fetch_from(node.url, client), None, other, View(), time.time())
-        assert not refused.accepted
-
-
-@pytest.mark.parametrize(
-    ("flags", "reason"),
-    [
-        (("--replicas", "2", "--router", "least_load"), "set router to capacity_random"),
-        (("--replicas", "3", "--standby", "1"), "leave standby out"),
-        (("--replicas", "2", "--slow-replicas", "avoid"), "leave slow_replicas out"),
-        (("--replicas", "2", "--rebalance"), "leave rebalance out"),
-        (("--replicas", "2", "--verify-replay", "0.5"), "leave verify_replay out"),
-        (("--replicas", "13",), "start more nodes"),
-        (("--on", "ray", "--replicas", "2"), "one machine"),
-    ],
-)  # fmt: skip
-def test_what_needs_a_front_that_sees_requests_is_refused(flags: tuple[str, ...], reason: str) -> None:
-    assert reason in serve_in_vain(*flags)
-
-
-def test_engines_with_roles_answer_as_one_and_survive_a_death(answers: list[str]) -> None:
-    flags = ("--replicas", "3", "--prefill", "1", "--decode", "2", "--kv-transfer", "sealed", "--num-threads", "1")
-    with Node("--sealed", *flags) as node:
-        _, *decoders = node.pids_named("cl-engine")
-        assert ask_all(node) == answers
-        statement = statement_of(node)
-        assert (statement.configuration["setting prefill"], statement.configuration["setting decode"]) == ("1", "2")
-        before_s = used_s(decoders[0])
-
-        def kill() -> None:
-            while used_s(decoders[0]) - before_s < 0.1:
-                time.sleep(0.005)
-            os.kill(decoders[0], signal.SIGKILL)
-
-        assert ask_all(node, kill) == answers
-        wait_for_engines(node, 3)
-        assert ask_all(node) == answers
-        assert "KV" not in node.printed.partition("Serving on")[2]
+        fetch = fetch_from(node.url, client)
+        checked = check_url(fetch, None, policy, View(), time.time())
+        other = replace(policy, configuration={**statement.configuration, "setting replicas": "2"})
+        refused = check_url(fetch, None, other, View(), time.time())
+    [findings] = checked.nodes.values()
+    assert checked.accepted
+    assert "one unit of 3 engines" in next(step.text for step in findings if step.slug == "unit")
+    assert not refused.accepted  # another number than the release has

@@ -56,7 +56,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "engine/test_kv_sealed_link.py::test_an_engine_that_was_not_given_the_secret_gets_nothing_and_is_not_believed",
         "engine/test_kv_sealed_link.py::test_an_engine_gives_kv_of_requests_that_went_on_elsewhere_and_of_no_other",
         "engine/test_kv_sealed_link.py::test_keys_are_of_one_connection_and_gone_with_it",
-        "e2e/test_sealed_unit.py::test_engines_with_roles_answer_as_one_and_survive_a_death",
+        "e2e/test_sealed_unit.py::test_engines_of_a_unit_answer_as_one_and_each_of_them_is_drawn",
     ),
     "disaggregation.plain": (
         "engine/test_kv_transfer.py::test_a_source_with_another_secret_neither_gives_nor_is_believed",
