@@ -14,14 +14,14 @@ from cloister.types.events import Event, Migrated
 from tests.serving import MODEL
 from tests.thinning import thin
 
-SIZES = 12, 40, 160
+SIZES = 8, 40, 120
 """Requests, and tokens of each prompt and answer."""
-AT_ONCE = 6
+AT_ONCE = 4
 PAUSE_S = 0.002
-FEWEST = {"stop string": 4, "grammar": 4, "neither": 4}
+FEWEST = {"stop string": 3, "grammar": 3, "neither": 3}
 """Moves of requests with each of these that there must be. On a busy machine a request may end before it has moved, so all are
 asked again until there are as many."""
-LONGEST_S = 240.0
+LONGEST_S = 600.0
 OPTIONS = argparse.Namespace(model=MODEL, on="local", kv_transfer="shm")
 
 
