@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -697,6 +698,7 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of cloister serve")
     parser.add_argument("--log", help="file for what the server printed last")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started ends, too
     outcomes = asyncio.run(run(given))
     show(outcomes)
     is_well = all(
