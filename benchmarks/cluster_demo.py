@@ -225,10 +225,14 @@ class LocalRay:
         found = [pid for index in range(len(self.raylets)) for pid in descendants(self.raylet_pid(index))]
         return [pid for pid in found if _command(pid).startswith(b"ray::HostActor")]
 
+    def head_pids(self) -> list[int]:
+        """Returns the processes of the head: the one that knows the cluster (GCS), and its raylet."""
+        return [self.raylets[0].all_processes[name][0].process.pid for name in ("gcs_server", "raylet")]
+
     def kill_head(self) -> None:
-        """SIGKILL to the head: to the process that knows the cluster (GCS), and to its raylet."""
-        for name in ("gcs_server", "raylet"):
-            os.kill(self.raylets[0].all_processes[name][0].process.pid, signal.SIGKILL)
+        """SIGKILL to the head."""
+        for pid in self.head_pids():
+            os.kill(pid, signal.SIGKILL)
 
     def start_again(self) -> None:
         """Ends what is left of it, and starts another cluster at the same address, as an operator does whose head died."""

@@ -25,6 +25,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator
@@ -153,9 +154,49 @@ async def kill_all(cluster: Cluster) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+async def stop_first(cluster: Cluster) -> None:
+    """SIGSTOP to the first engine, which hangs then."""
+    os.kill(cluster.engine_pids()[0], signal.SIGSTOP)
+
+
 async def stop_one(cluster: Cluster) -> None:
-    """SIGSTOP to an engine, which hangs then."""
+    """SIGSTOP to the last engine, which hangs then."""
     os.kill(cluster.engine_pids()[-1], signal.SIGSTOP)
+
+
+def pause(find: Callable[[Cluster], list[int]], lasts_s: float) -> Fault:
+    """Makes a fault: SIGSTOP to processes, and SIGCONT some time later."""
+
+    async def pause_some(cluster: Cluster) -> None:
+        pids = find(cluster)
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, number)
+            await asyncio.sleep(lasts_s if number == signal.SIGSTOP else 0.0)
+
+    return pause_some
+
+
+def front_pids(cluster: Cluster) -> list[int]:
+    """The front's process alone."""
+    return [cluster.server.process.pid]
+
+
+def head_pids(cluster: Cluster) -> list[int]:
+    """Ray's head: the process that knows the cluster (GCS), and its raylet."""
+    return cluster.known_ray.head_pids()
+
+
+def raylet_pids(cluster: Cluster) -> list[int]:
+    """The raylet with the most replicas, without what runs on it."""
+    return [cluster.known_ray.raylet_pid(cluster.known_ray.busiest)]
+
+
+def worker_pids(cluster: Cluster) -> list[int]:
+    """The raylet with the most replicas, and all that runs on it."""
+    [raylet] = raylet_pids(cluster)
+    return [raylet, *descendants(raylet)]
 
 
 def starve(find: Callable[[Cluster], list[int]]) -> Fault:
@@ -378,8 +419,19 @@ LOST_S: Final = (3.0, 15.0)
 STARVED: Final[dict[str, Fault]] = {
     "a tenth of a CPU, first": starve(lambda cluster: cluster.engine_pids()[:1]),
     "a tenth of a CPU, last": starve(lambda cluster: cluster.engine_pids()[-1:]),
-    "a tenth of a CPU, front": starve(lambda cluster: [cluster.server.process.pid]),
+    "a tenth of a CPU, front": starve(front_pids),
 }
+RAY_STARVED: Final[dict[str, Fault]] = {
+    "a tenth of a CPU, head": starve(head_pids), "a tenth of a CPU, worker": starve(worker_pids),
+}  # fmt: skip
+PAUSED_S: Final = 15.0
+RAY_PAUSED: Final[dict[str, Fault]] = {
+    "SIGSTOP head 15 s": pause(head_pids, PAUSED_S), "SIGSTOP raylet 15 s": pause(raylet_pids, PAUSED_S),
+    "SIGSTOP worker 15 s": pause(worker_pids, PAUSED_S),
+}  # fmt: skip
+STOPPED: Final[dict[str, Fault]] = {
+    "SIGSTOP first": stop_first, "SIGSTOP one": stop_one, "SIGSTOP front 10 s": pause(front_pids, 10.0),
+}  # fmt: skip
 FRONT_FAULTS: Final[dict[str, Fault]] = {
     f"{way} front {lasts_s:.0f} s": fail_front(way, lasts_s) for way in get_args(Way) for lasts_s in LOST_S
 }
@@ -395,12 +447,12 @@ TLS_FAULTS: Final[dict[str, Fault]] = {
     "KV flows, what its target sends is dropped": strike_transfers(lose_to_source, 4),
 }
 FAULTS: Final[dict[str, Fault]] = {
-    "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, "SIGSTOP one": stop_one,
+    "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 all": kill_all, **STOPPED,
     "drain each": drain_each, **STARVED, **FRONT_FAULTS,
 }  # fmt: skip
 RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 actor": kill_actor,
-    "SIGSTOP one": stop_one, "SIGSTOP actor": stop_actor, "drain each": drain_each, **STARVED,
+    "SIGSTOP actor": stop_actor, "drain each": drain_each, **STOPPED, **STARVED, **RAY_PAUSED, **RAY_STARVED,
     "kill -9 raylet": kill_raylet, "kill -9 driver": kill_driver, "kill -9 head": kill_head, "replace head": replace_head,
     "cut off raylet": cut_off_raylet,
 }  # fmt: skip
@@ -515,7 +567,10 @@ async def watch_replicas(server: ServeProcess, num_replicas: int, loading: async
     gone_s: float | None = None
     give_up_s = math.inf
     while time.monotonic() < give_up_s:
-        is_whole = await asyncio.to_thread(replicas_up, server) == num_replicas
+        try:
+            is_whole = await asyncio.to_thread(replicas_up, server) == num_replicas
+        except httpx.TransportError:  # the front itself cannot be reached
+            is_whole = False
         if not is_whole and first_s is None:
             first_s = time.monotonic()
         if is_whole and first_s is not None:
@@ -643,6 +698,7 @@ def main() -> int:
     parser.add_argument("--flags", default="", help="further flags of cloister serve")
     parser.add_argument("--log", help="file for what the server printed last")
     given = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that what was started ends, too
     outcomes = asyncio.run(run(given))
     show(outcomes)
     is_well = all(
