@@ -8,28 +8,30 @@ from itertools import pairwise
 
 import pytest
 import uvicorn
-from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, StreamingResponse
 
 from cloister.bench.load import Target, find_model, send_all
 from cloister.bench.workloads import WorkItem
+from cloister.server.route_table import RouteTable
 from cloister.types.errors import ConfigError
 
-app = FastAPI()
+routes = RouteTable()
 seen = []
 
 
-@app.get("/v1/models")
+@routes.get("/v1/models")
 async def models():
-    return {"object": "list", "data": [{"id": "toy"}]}
+    return JSONResponse({"object": "list", "data": [{"id": "toy"}]})
 
 
-@app.get("/other/v1/models")
+@routes.get("/other/v1/models")
 async def other():
-    return {"hello": "world"}
+    return JSONResponse({"hello": "world"})
 
 
-@app.post("/v1/completions")
+@routes.post("/v1/completions")
 async def completions(request: Request):
     body = await request.json()
     seen.append((time.monotonic(), body, request.headers.get("authorization")))
@@ -56,7 +58,7 @@ async def stream(body):
 
 @pytest.fixture(scope="module")
 def url():
-    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+    server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes.routes), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
     deadline = time.monotonic() + 60

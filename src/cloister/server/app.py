@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
-from fastapi import APIRouter, FastAPI
+from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Match, Route
+from starlette.routing import Match
 from starlette.types import ASGIApp
 
 from cloister.engine.client import RequestClient
@@ -43,6 +43,7 @@ from cloister.server.parse import IgnoredFieldsMiddleware
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.prompts import PromptReader
 from cloister.server.responses.keeping import ResponseStore
+from cloister.server.route_table import RouteTable
 from cloister.server.routes import (
     cache,
     chat,
@@ -89,9 +90,7 @@ _ROUTERS: Final = (
     cache.router,
     prompt_schemas.router,
 )
-PLAIN_PATHS: Final = frozenset(
-    route.path for router in _ROUTERS for route in router.routes if isinstance(route, Route) and "{" not in route.path
-)
+PLAIN_PATHS: Final = frozenset(route.path for router in _ROUTERS for route in router.routes if "{" not in route.path)
 """Paths without parameters: a request that is refused before routing is still counted for its route."""
 
 
@@ -170,7 +169,7 @@ def create_routes(
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
     num_threads: int | None = None,
     open_decoding: Callable[[], Decoding] | None = None,
-) -> FastAPI:
+) -> Starlette:
     """Builds the routes of one model; `surround` adds the common middleware.
 
     Args:
@@ -240,16 +239,13 @@ def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:
     return [RequestLog(shows_clients=config.log_clients).write]
 
 
-def _routes(state: ServerState, extra: Sequence[APIRouter]) -> FastAPI:
-    # The pages of FastAPI's documentation would load scripts from other hosts; docs/ has the reference.
-    app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
+def _routes(state: ServerState, extra: Sequence[RouteTable]) -> Starlette:
+    routes = [route for router in (*_ROUTERS, *extra) for route in router.routes]
+    handlers = {CloisterError: _answer_error, HTTPException: _answer_http_exception, Exception: _answer_mistake}
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    app.router.redirect_slashes = False
     app.state.server = state
-    app.add_exception_handler(CloisterError, _answer_error)
-    app.add_exception_handler(HTTPException, _answer_http_exception)
-    app.add_exception_handler(Exception, _answer_mistake)
-    app.state.routes = [route for router in (*_ROUTERS, *extra) for route in router.routes if isinstance(route, Route)]
-    for router in (*_ROUTERS, *extra):
-        app.include_router(router)
+    app.state.routes = routes
     return app
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Final, Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.policy import Use
 from cloister.server.errors import invalid
 from cloister.server.prompt_schemas import SCHEMAS
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import MAX_CACHE_SALT
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.types.errors import EngineError
@@ -23,7 +23,7 @@ NO_ANSWER: Final = (
     "request is read, or has ended with its engine"
 )
 
-router = APIRouter()
+router = RouteTable()
 
 
 class CacheContent(msgspec.Struct, frozen=True):

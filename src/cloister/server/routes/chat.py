@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from starlette.requests import Request
 from starlette.responses import Response
@@ -28,12 +27,13 @@ from cloister.server.answers import (
 )
 from cloister.server.choices import Choice, Turn, make_call_id, read_turns
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
+from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.text.parts import Arguments, CallBegun, CallBroken, CallEnded, ParsedOutput, Part, Reasoning, Text
 from cloister.types.request import SequenceOutput
 
-router = APIRouter()
+router = RouteTable()
 
 
 @router.post("/v1/chat/completions")

@@ -6,7 +6,6 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
 
-from fastapi import APIRouter
 from msgspec import UNSET
 from msgspec.structs import replace
 from starlette.requests import Request
@@ -23,11 +22,12 @@ from cloister.server.answers import (
 )
 from cloister.server.choices import Choice, choose_best, collect
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
+from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, EventTemplate, events, open_stream
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
-router = APIRouter()
+router = RouteTable()
 
 PromptLogprobs = list[TokenLogprobs | None]
 

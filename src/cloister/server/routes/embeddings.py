@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -21,11 +20,12 @@ from cloister.server.embeddings import (
     vector_of,
     write_embeddings,
 )
+from cloister.server.route_table import RouteTable
 from cloister.server.scoring import rank_documents, read_classify, read_rerank, read_score, score_pairs, write_classes
 from cloister.server.state import admission_of, state_of
 from cloister.types.request import Embedding
 
-router = APIRouter()
+router = RouteTable()
 
 
 class PooledItem(msgspec.Struct, frozen=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +15,12 @@ from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, des
 from cloister.server.files.service import FileService, FormPart, read_form, require
 from cloister.server.files.store import LIFETIME_S, Owner, StoredFile, page
 from cloister.server.parse import check_fields, parse_body
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import RateLimitError
 
-router = APIRouter()
+router = RouteTable()
 
 MAX_NAME: Final = 255
 LEAST_LIFETIME_S: Final = 3600

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
@@ -13,13 +12,15 @@ from cloister import __version__
 from cloister.policy.policy import Use
 from cloister.server.errors import error_headers
 from cloister.server.metrics import CONTENT_TYPE, RecordedMetrics
+from cloister.server.route_table import RouteTable
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import EngineError, NotFoundError, PolicyError
 
-router = APIRouter()
+router = RouteTable()
 
 
-@router.api_route("/health", methods=["GET", "HEAD"])
+@router.route("/health", ["GET", "HEAD"])
+@router.route("/ping", ["GET", "POST"])
 async def report_health(request: Request) -> Response:
     """Replies 200 or 503 without details, because requests are unauthenticated."""
     health = state_of(request).engine.health()
@@ -27,9 +28,6 @@ async def report_health(request: Request) -> Response:
         status = "starting" if health.is_starting else "idle" if health.is_idle else "ok"
         return JSONResponse({"status": status})
     return JSONResponse({"status": "unavailable"}, 503, error_headers(EngineError("")))
-
-
-router.add_api_route("/ping", report_health, methods=["GET", "POST"])
 
 
 class Version(msgspec.Struct, frozen=True):

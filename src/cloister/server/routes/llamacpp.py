@@ -7,7 +7,6 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -19,13 +18,14 @@ from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.llamacpp import CompletionWriter, LlamaJob, apply_template, describe_sampling, read_completion, read_infill
 from cloister.server.parse import check_fields
 from cloister.server.prompts import PromptReader
+from cloister.server.route_table import RouteTable
 from cloister.server.routes.tokens import tokenizer_info
 from cloister.server.sampling import sampling_params
 from cloister.server.schemas import GenerationBody
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, events, open_stream
 
-router = APIRouter()
+router = RouteTable()
 
 UNMARKED_END: Final = Ending(b"", lambda error: events([error_object(error)]))
 """The last event is marked as such; there is no `[DONE]`."""

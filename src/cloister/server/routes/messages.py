@@ -6,17 +6,17 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import Any
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.server.choices import read_turns
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.messages import MessageWriter, write_failure
+from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 
-router = APIRouter()
+router = RouteTable()
 
 
 @router.post("/v1/messages")

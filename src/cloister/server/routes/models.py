@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -16,11 +15,12 @@ from cloister.server.answers import Model, ModelList
 from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
 from cloister.server.prompts import unknown_model
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.request import AdapterInfo
 
-router = APIRouter()
+router = RouteTable()
 
 
 @router.get("/v1/models")

@@ -7,7 +7,6 @@ from contextlib import aclosing
 from typing import Final
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -32,12 +31,13 @@ from cloister.server.ollama.writing import (
     write_failure,
 )
 from cloister.server.parse import parse_body
+from cloister.server.route_table import RouteTable
 from cloister.server.routes.health import VERSION
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, open_stream
 from cloister.types.errors import NotFoundError, PolicyError
 
-router = APIRouter()
+router = RouteTable()
 
 LINES: Final = Ending(b"", write_failure)
 

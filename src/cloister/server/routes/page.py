@@ -10,10 +10,10 @@ from importlib.resources import files
 from pathlib import PurePath
 from typing import Final
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
+from cloister.server.route_table import RouteTable
 from cloister.types.errors import NotFoundError
 
 INDEX: Final = "index.html"
@@ -39,7 +39,7 @@ HEADERS: Final[Mapping[str, str]] = {
 }
 """No inline code, no other origin, no markup from text (Trusted Types), no framing."""
 
-router = APIRouter()
+router = RouteTable()
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +74,13 @@ def read_page() -> Page:
     return Page(digest, {name: _asset(name, body) for name, body in raw.items()})
 
 
-@router.api_route("/", methods=["GET", "HEAD"])
+@router.route("/", ["GET", "HEAD"])
 async def show_page(request: Request) -> Response:
     """Returns the page itself; browsers revalidate it each time."""
     return _answer(request, read_page().assets[INDEX], "no-cache")
 
 
-@router.api_route(ASSETS_PATH + "{digest}/{name}", methods=["GET", "HEAD"])
+@router.route(ASSETS_PATH + "{digest}/{name}", ["GET", "HEAD"])
 async def show_asset(request: Request, digest: str, name: str) -> Response:
     """Returns one of its files."""
     page = read_page()

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,11 +12,12 @@ from starlette.responses import Response
 from cloister.policy import Admission
 from cloister.server.errors import invalid
 from cloister.server.files.service import read_form
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError
 
-router = APIRouter()
+router = RouteTable()
 
 
 class PdfForm(Strict):

@@ -6,16 +6,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
 from cloister.policy import Gate, Profile
 from cloister.server.metrics import tells_tenants
+from cloister.server.route_table import RouteTable
 from cloister.server.state import ServerState, json_response, state_of
 from cloister.types.scope import ScopeKind
 
-router = APIRouter()
+router = RouteTable()
 
 _RECORDS: Final[Mapping[Profile, str]] = {
     Profile.OPEN: "Logs and metrics hold counts and times, no text.",

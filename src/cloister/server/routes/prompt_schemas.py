@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,10 +16,11 @@ from cloister.server.prompt_schemas import (
     lay_out_schema,
     remove_schema,
 )
+from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.types.errors import NotFoundError
 
-router = APIRouter()
+router = RouteTable()
 
 
 @router.post("/v1/prompt_schemas")

@@ -14,7 +14,6 @@ from itertools import groupby
 from typing import Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.requests import Request
@@ -24,6 +23,7 @@ from cloister import __version__
 from cloister.server.operations import JSON, MEANINGS, OPERATIONS, Operation
 from cloister.server.parse import Refused, ignored_fields
 from cloister.server.prompts import PromptReader
+from cloister.server.route_table import RouteTable
 from cloister.server.state import state_of
 
 REF: Final = "#/components/schemas/"
@@ -316,7 +316,7 @@ def _bounds(schema: Json) -> Iterator[str]:
             yield escape(words.format(schema[name]))
 
 
-router = APIRouter()
+router = RouteTable()
 
 HEADERS: Final = {
     "content-security-policy": CONTENT_SECURITY,

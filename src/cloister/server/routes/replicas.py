@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Literal
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,11 +13,12 @@ from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role
 from cloister.policy.policy import Use
 from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
 from cloister.server.weight_updates import check_weights
 
-router = APIRouter()
+router = RouteTable()
 
 
 class ReplicaReport(msgspec.Struct, frozen=True):

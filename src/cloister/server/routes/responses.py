@@ -7,7 +7,6 @@ from contextlib import aclosing
 from typing import Any, Literal
 
 import msgspec
-from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -15,11 +14,12 @@ from cloister.server.choices import read_turns
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.responses.writing import ResponseWriter
+from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
 from cloister.server.stream import Chunks, Ending, named_events, open_stream
 from cloister.types.errors import NotFoundError
 
-router = APIRouter()
+router = RouteTable()
 
 
 class DeletedResponse(msgspec.Struct, frozen=True):

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated, Any, Final
 
 import msgspec
-from fastapi import APIRouter
 from pydantic import ConfigDict, FailFast, Field, JsonValue
 from starlette.requests import Request
 from starlette.responses import Response
@@ -14,6 +13,7 @@ from cloister.server.conversation import template_messages
 from cloister.server.errors import invalid
 from cloister.server.parse import parse_body
 from cloister.server.prompts import PromptReader
+from cloister.server.route_table import RouteTable
 from cloister.server.schemas import MAX_MESSAGES, Message, Strict, TokenId
 from cloister.server.state import json_response, state_of
 
@@ -177,7 +177,7 @@ def _name(reader: PromptReader, token: int) -> str:
     return reader.tokenizer.token_bytes(token).decode(errors="replace")
 
 
-router = APIRouter()
+router = RouteTable()
 
 
 @router.post("/tokenize")

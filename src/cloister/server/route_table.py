@@ -1,0 +1,59 @@
+"""The routes of one module, declared at the functions that answer them; Starlette finds and calls these."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+Answer = TypeVar("Answer", bound=Callable[..., Awaitable[Response]])
+
+
+class RouteTable:
+    """Routes in the order of their declaration.
+
+    A function takes the request, unless it needs none, and the parameters of its path by name.
+
+    Attributes:
+        routes: for `Starlette(routes=...)`.
+    """
+
+    def __init__(self) -> None:
+        self.routes: list[Route] = []
+
+    def get(self, path: str) -> Callable[[Answer], Answer]:
+        """Declares what answers GET; HEAD gets 405."""
+        return self.route(path, ["GET"])
+
+    def post(self, path: str) -> Callable[[Answer], Answer]:
+        """Declares what answers POST."""
+        return self.route(path, ["POST"])
+
+    def delete(self, path: str) -> Callable[[Answer], Answer]:
+        """Declares what answers DELETE."""
+        return self.route(path, ["DELETE"])
+
+    def route(self, path: str, methods: Sequence[str]) -> Callable[[Answer], Answer]:
+        """Declares what answers these methods of a path, which may have parameters: `{name}`, `{name:int}`, `{name:path}`."""
+
+        def declare(answer: Answer) -> Answer:
+            route = Route(path, _endpoint(answer), methods=list(methods), name=answer.__name__)
+            route.methods = set(methods)  # Starlette adds HEAD to GET
+            self.routes.append(route)
+            return answer
+
+        return declare
+
+
+def _endpoint(answer: Callable[..., Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+    takes_request = bool(inspect.signature(answer).parameters)
+
+    async def endpoint(request: Request) -> Response:
+        parameters: dict[str, Any] = request.path_params
+        return await (answer(request, **parameters) if takes_request else answer())
+
+    return endpoint
