@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import random
 import sys
 import tempfile
@@ -55,6 +56,7 @@ class Fleet:
     """What is seen of a server's replicas while it runs.
 
     Attributes:
+        pid: all processes under this one count: of the front, or of this program, whose raylets have the engines.
         changes: (time, number of replicas with engines) whenever that changed.
         most_bytes: greatest memory of all its processes.
     """
@@ -70,7 +72,7 @@ class Fleet:
         return self.changes[-1][1] if self.changes else 0
 
     def memory(self) -> int:
-        """Returns the memory of the front's children: engines, their template, or Ray."""
+        """Returns the memory of engines, their template, or Ray."""
         total = 0
         for pid in descendants(self.pid):
             try:
@@ -124,7 +126,7 @@ async def _burst(
 ) -> bool:
     is_right = True
     async with serving(*flags) as (server, start_s):
-        fleet = Fleet(server.url, server.process.pid)
+        fleet = Fleet(server.url, server.process.pid if given.on == "local" else os.getpid())
         watching = asyncio.create_task(fleet.watch())
         console.print(f"the server was ready after {start_s:.1f} s")
         for number in range(2):

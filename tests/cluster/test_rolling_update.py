@@ -156,7 +156,7 @@ def test_a_drained_replica_gets_its_engine_first_and_stands_in_for_the_last_one(
             assert replicas.update_progress == UpdateProgress(2, 2, is_running=False)
             assert all(said == greedy_continuation(list(b"a"), 20, VOCAB_SIZE) for said in answers.values())
             assert not set(old) & set(pids_of(replicas))
-            assert [replicas.is_drained(index) for index in range(2)] == [False, True]
+            assert [replicas._updates.is_drained(index) for index in range(2)] == [False, True]
 
     asyncio.run(main())
 

@@ -247,7 +247,7 @@ def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(mo
         async with serving(model_path, num_replicas=3) as replicas:
             other = in_thread(model_path, make_core(model_path, NEW))
             await other.start()
-            await replicas.put_client(2, other).drain(0.0)
+            await replicas._updates.put_client(2, other).drain(0.0)
             await replicas.drain_replica(2)
             await replicas.drain_replica(1)
             begun = begin(replicas, "begun", 150)
@@ -272,14 +272,14 @@ def test_a_move_that_waits_for_a_step_does_not_go_on_with_the_other_weights_that
             slow = in_thread(model_path, make_core(model_path, step_s=0.1))
             other = in_thread(model_path, make_core(model_path, NEW))
             await asyncio.gather(slow.start(), other.start())
-            await replicas.put_client(0, slow).drain(0.0)
+            await replicas._updates.put_client(0, slow).drain(0.0)
             await replicas.drain_replica(1)
             begun = begin(replicas, "begun", 12)
             await until(lambda: begun.token_ids)
             replicas.return_replica(1)
             moving = asyncio.create_task(replicas.migrate(begun.request.request_id, 1))
             await until(lambda: replicas._moves._step_waiters[0])
-            old = replicas.put_client(1, other)
+            old = replicas._updates.put_client(1, other)
             assert not await moving
             await until(lambda: begun.ends)
             assert begun.is_right
@@ -312,7 +312,7 @@ def test_an_answer_is_compared_with_one_of_its_own_weights_only(model_path: Path
         async with serving(model_path, verify_replay=1.0) as replicas:
             other = in_thread(model_path, make_core(model_path, NEW))
             await other.start()
-            await replicas.put_client(1, other).drain(0.0)
+            await replicas._updates.put_client(1, other).drain(0.0)
             for number in range(6):
                 one = begin(replicas, f"request {number}", 5)
                 await until(lambda one=one: one.ends)
@@ -329,10 +329,10 @@ def test_engines_with_other_weights_get_the_context_window_that_is_served(on: st
     settings = resolve_settings({"model": "cloister-5m", "replicas": 2})
     replicas = make_engine(settings.engine.config, dataclasses.replace(settings.server.config, on=on))
     assert isinstance(replicas, ReplicaSet)
-    assert replicas._make_release is not None
+    assert replicas._updates._make_release is not None
     replicas.model = ModelInfo(name="old", path="", max_model_len=128, vocab_size=VOCAB_SIZE, eos_token_ids=())
-    assert replicas._make_release("new").make(0, None)._config.max_model_len == 128
-    assert replicas._make_release("cloister-5m").make(0, None)._config.max_model_len is None
+    assert replicas._updates._make_release("new").make(0, None)._config.max_model_len == 128
+    assert replicas._updates._make_release("cloister-5m").make(0, None)._config.max_model_len is None
 
 
 @pytest.mark.slow  # four engines with models
@@ -495,7 +495,7 @@ def test_drained_replicas_get_the_new_weights_too_and_stay_drained(model_path: P
             assert long.is_right
             assert late.is_right
             assert fingerprints(replicas) == ["weights 1"] * 2
-            assert [replicas.is_drained(index) for index in range(2)] == [True, False]
+            assert [replicas._updates.is_drained(index) for index in range(2)] == [True, False]
 
     asyncio.run(main())
 
