@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
+import mmap
 import os
 import resource
 import threading
@@ -61,6 +63,37 @@ def test_every_call_block_and_depth_is_measured_and_one_is_recommended(
     assert report["recommended"]["engine"] in (DISK_ENGINES if where == "disk" else engines)
     assert len(report["cached_rates"]) == (len(BLOCKS) * len(DEPTHS) if where == "disk" else 0)
     assert not list(tmp_path.iterdir())
+
+
+def test_no_reader_finds_in_the_page_cache_what_the_one_before_it_has_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found: list[float] = []
+    own = kv_tier_reads.READ_ENGINES["mmap"]
+
+    def open_map(fd: int) -> kv_tier_reads.FileReader:
+        found.append(share_in_page_cache(fd, SIZE))
+        return own(fd)
+
+    monkeypatch.setitem(kv_tier_reads.READ_ENGINES, "mmap", open_map)
+    with (tmp_path / "file").open("w+b", buffering=0) as file:
+        file.write(os.urandom(SIZE))
+        os.fsync(file.fileno())
+        patterns = [ReadPattern("mmap", SIZE // 4, 1)] * 3
+        rates = list(measure_reads(file.fileno(), SIZE, patterns, cell_s=5.0, deadline_s=time.monotonic() + 60.0))
+    assert [rate.num_reads for rate in rates if rate is not None] == [4] * 3
+    assert max(found) < 0.1
+
+
+def share_in_page_cache(fd: int, num_bytes: int) -> float:
+    """Returns the share of a file's pages that are in the page cache (mincore(2))."""
+    with mmap.mmap(fd, num_bytes, mmap.MAP_PRIVATE) as view:  # a private map, so that ctypes may have its address
+        pages = (ctypes.c_ubyte * (num_bytes // mmap.PAGESIZE))()
+        start = ctypes.c_char.from_buffer(view)
+        status = ctypes.CDLL(None).mincore(ctypes.c_void_p(ctypes.addressof(start)), ctypes.c_size_t(num_bytes), pages)
+        del start
+    assert status == 0
+    return sum(page & 1 for page in pages) / len(pages)
 
 
 def test_the_table_names_calls_blocks_and_what_to_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ import msgspec
 import pytest
 
 from cloister.engine.kv_frames import KVLinkError, pack, read_exactly
-from cloister.engine.kv_mooncake import NUM_MEMORIES, Mooncake, MooncakeInbox, MooncakeOutbox, _Invitation
+from cloister.engine.kv_mooncake import NUM_MEMORIES, QUARANTINE_S, Mooncake, MooncakeInbox, MooncakeOutbox, _Invitation
 from cloister.engine.kv_transports import KV_TRANSPORTS
 from cloister.types.errors import ConfigError
 
@@ -124,6 +124,32 @@ def test_a_write_that_is_late_ends_the_pull_and_its_memory_is_not_used_again(wri
         asked.take(HALF)
     for target, source, num_bytes in writes.late:
         ctypes.memmove(target, source, num_bytes)  # it is still there
+
+
+def test_memory_of_pulls_that_broke_off_is_used_again_after_a_while_and_a_later_write_is_noticed(writes: WritesHere) -> None:
+    now_s = [0.0]
+    asking, asked = (Mooncake(writes, name, lambda: now_s[0]) for name in ("here", "there"))
+    writes.status = 0
+    for _ in range(NUM_MEMORIES):
+        pair = Pair(asking, asked)
+        with pytest.raises(TimeoutError):
+            pair.send(b"KV", wait_s=0.01)
+        pair.close(is_whole=False)
+    now_s[0] = QUARANTINE_S - 1.0
+    with pytest.raises(OSError, match="hold all memory"):
+        asking.take(HALF)
+    now_s[0] = QUARANTINE_S
+    writes.status = 1
+    pair = Pair(asking, asked)
+    pair.send(b"KV")
+    assert pair.receive(2) == b"KV"
+    pair.send(b"more")
+    for target, source, num_bytes in writes.late:
+        ctypes.memmove(target, source, num_bytes)
+        ctypes.memmove(target + HALF + 16, source, num_bytes)
+    with pytest.raises(KVLinkError, match="is not what another engine has sent"):
+        pair.receive(4)
+    pair.close(is_whole=False)
 
 
 def test_memory_of_pulls_that_ended_is_used_again(writes: WritesHere) -> None:

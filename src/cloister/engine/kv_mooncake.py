@@ -19,7 +19,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import msgspec
@@ -32,6 +32,9 @@ from cloister.types.errors import ConfigError
 ADDRESS: Final = "127.0.0.1"
 NUM_MEMORIES: Final = 24
 """Pieces of memory that an engine registers at most, of all sizes; 8 pulls and 16 engines that are served use one each."""
+QUARANTINE_S: Final = 60.0
+"""Memory of a pull that broke off is used again after so long. A write that comes even later spoils a part of another pull,
+which does not open then, so that its KV is computed."""
 _TAG_BYTES: Final = 16
 _MAX_INVITATION_BYTES: Final = 4096
 _READ: Final = b"\x06"
@@ -63,7 +66,7 @@ _INVITATION: Final = msgspec.msgpack.Decoder(_Invitation)
 
 
 class RegisteredHalves:
-    """Two halves of memory that Mooncake reads and writes. It is never given back: a late write may come at any time.
+    """Two halves of memory that Mooncake reads and writes. It stays registered: a late write may come at any time.
 
     Args:
         mooncake: which registers it.
@@ -95,12 +98,14 @@ class Mooncake:
     Args:
         engine: a `mooncake.engine.TransferEngine` that was started.
         session: what others call it.
+        clock: seconds that only grow.
     """
 
-    def __init__(self, engine: Any, session: str) -> None:
-        self.engine, self.session = engine, session
+    def __init__(self, engine: Any, session: str, clock: Callable[[], float] = time.monotonic) -> None:
+        self.engine, self.session, self._clock = engine, session, clock
         self._idle: list[RegisteredHalves] = []
         self._made: list[RegisteredHalves] = []  # also what nobody uses any more: a late write must find it
+        self._set_aside: list[tuple[float, RegisteredHalves]] = []  # when, oldest first
         self._lock = threading.Lock()
 
     @classmethod
@@ -123,11 +128,16 @@ class Mooncake:
     def take(self, half_bytes: int) -> RegisteredHalves:
         """Returns memory that nobody uses. Raises OSError if there is none, because writes that were late may still use it."""
         with self._lock:
+            while self._set_aside and self._clock() - self._set_aside[0][0] >= QUARANTINE_S:
+                self._idle.append(self._set_aside.pop(0)[1])
             for at, halves in enumerate(self._idle):
                 if halves.half_bytes == half_bytes:
                     return self._idle.pop(at)
             if len(self._made) == NUM_MEMORIES:
-                raise OSError("transfers that did not end hold all memory that Mooncake may use; the engine computes KV")
+                raise OSError(
+                    f"transfers that did not end hold all memory that Mooncake may use, for {QUARANTINE_S:g} s each; "
+                    "the engine computes KV"
+                )
             self._made.append(RegisteredHalves(self.engine, half_bytes))
             return self._made[-1]
 
@@ -135,6 +145,11 @@ class Mooncake:
         """Takes back memory that no write uses any more."""
         with self._lock:
             self._idle.append(halves)
+
+    def set_aside(self, halves: RegisteredHalves) -> None:
+        """Takes back memory that a late write may still use."""
+        with self._lock:
+            self._set_aside.append((self._clock(), halves))
 
     def write(self, session: str, source: int, target: int, num_bytes: int, deadline_s: float) -> None:
         """Writes memory of this process into that of another one.
@@ -183,8 +198,7 @@ class MooncakeInbox:
         return memoryview(opened)
 
     def close(self, *, is_whole: bool) -> None:
-        if is_whole:
-            self._mooncake.give_back(self._halves)
+        (self._mooncake.give_back if is_whole else self._mooncake.set_aside)(self._halves)
 
 
 class MooncakeOutbox:
@@ -229,8 +243,7 @@ class MooncakeOutbox:
         self._is_written, self._num_parts = True, self._num_parts + 1
 
     def close(self) -> None:
-        if self._is_written:
-            self._mooncake.give_back(self._halves)
+        (self._mooncake.give_back if self._is_written else self._mooncake.set_aside)(self._halves)
 
 
 def _nonce(part: int) -> bytes:

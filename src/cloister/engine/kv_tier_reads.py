@@ -188,15 +188,15 @@ def measure_reads(
             return
         if not is_cached:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
-        try:
-            reader = READ_ENGINES[pattern.engine](fd)
-        except OSError:
-            yield None
-            continue
-        yield _measure(reader, num_bytes, pattern, min(deadline_s, time.monotonic() + cell_s), deadline_s)
+        yield _measure(pattern, fd, num_bytes, min(deadline_s, time.monotonic() + cell_s), deadline_s)
 
 
-def _measure(reader: FileReader, num_bytes: int, pattern: ReadPattern, end_s: float, deadline_s: float) -> ReadRate | None:
+def _measure(pattern: ReadPattern, fd: int, num_bytes: int, end_s: float, deadline_s: float) -> ReadRate | None:
+    """Measures one pattern. Its reader ends with it: pages of a map that is still there would stay in the page cache."""
+    try:
+        reader = READ_ENGINES[pattern.engine](fd)
+    except OSError:
+        return None
     places = list(range(0, max(1, num_bytes // pattern.block_bytes) * pattern.block_bytes, pattern.block_bytes))
     random.Random(0).shuffle(places)
     block_bytes, taken_s, errors = min(pattern.block_bytes, num_bytes), list[float](), list[OSError]()
