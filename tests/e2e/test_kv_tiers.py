@@ -18,6 +18,7 @@ import pytest
 from cloister import LLM
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
+from cloister.kv.two_sided import TwoSidedRestore
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.processes import make_engine
 from cloister.types.config import EngineConfig
@@ -147,6 +148,57 @@ CODED: dict[str, tuple[str, dict[str, Any]]] = {
     "latents": ("deepseek_v2", {}),
     "states beside": ("qwen3_next", {}),
 }
+
+
+TWO_SIDED = [
+    *(case for case in CASES if case.startswith(("llama", "latents")) and "kivi2" not in case),
+    "a sparse index",
+    ADAPTER,
+    "llama, blocks of 1",
+    "llama, blocks of 8",
+]
+
+
+@pytest.mark.parametrize("case", TWO_SIDED)
+def test_a_front_that_was_computed_and_an_end_that_was_loaded_have_the_bits_of_what_was_computed(
+    case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MOST_OF_ALONE", 1e9)
+    config = make_config(tmp_path, *ROUND_TRIPS[case])
+    if case == ADAPTER:
+        config = replace(config, lora=f"ann={write_adapter(tmp_path / 'adapter', Path(config.model))}")
+    small = replace(config, kv_memory_mb=kv_mb(config) / 2)
+    plain, tiered = Runner(build_engine(small)), Runner(build_engine(small))
+    if case == ADAPTER:
+        plain.adapter = tiered.adapter = tiered.core.adapters.loaded[0].digest
+    tiered.core.open_kv_tiers("host:64M")
+    tiers = tiered.core._tiers
+    assert tiers is not None
+    size = max(1, 16 // config.block_size)
+
+    def find_next(restore: TwoSidedRestore, front: int, back: int, compute_s: object) -> int:
+        """A few entries a step, and from the second step on something has arrived."""
+        deadline_s = time.monotonic() + 30.0
+        while any(not job.num_arrived and job.is_complete is None for job in tiers.worker._reads.values()):
+            assert time.monotonic() < deadline_s, "nothing arrives"
+            time.sleep(0.001)
+        return min(back, front + size)
+
+    monkeypatch.setattr(TwoSidedRestore, "find_next", find_next)
+    try:
+        first = tiered.answer("first", prompt(0))
+        for number in range(1, 5):
+            tiered.answer(f"other {number}", prompt(number))
+        tiered.run_until(lambda: not any(index._unwritten for index in tiers.tiers.indexes))
+        again = tiered.answer("again", prompt(0))
+    finally:
+        tiers.close()
+    num_hit = (len(prompt(0)) - 1) // config.block_size * config.block_size
+    num_cached, num_here = (tiered.find(kind, "again").num_cached_tokens for kind in (Ended, Scheduled))
+    assert num_here < num_cached < num_hit, "one side did all"
+    assert tiered.find(KVLoaded, "again").num_bytes
+    assert again == first == plain.answer("first", prompt(0))
 
 
 @pytest.mark.parametrize(

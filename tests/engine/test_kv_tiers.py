@@ -790,3 +790,50 @@ def test_what_a_scope_has_in_a_tier_is_reported_dropped_and_gone_from_the_metric
     assert told().oldest_s is not None
     engine.answer("again", PROMPT, ann)
     assert engine.num_cached("again") == 0
+
+
+def make_as_fast_as_computing(engine: Engine) -> None:
+    """Has the scheduler believe that loading takes as long as computing, so that it does both."""
+    scheduler = engine.engine.scheduler
+    scheduler.kv_loads.overhead_s = 0.0
+    num_bytes = sum(engine.index.layout.block_bytes[block.group] for block in engine.blocks_of())
+    engine.index._byte_s = scheduler.kv_restores._predict_s(0, NUM_HIT // 8) / num_bytes
+
+
+def test_the_end_of_a_prefix_comes_while_its_front_is_computed(tokenizer: Tokenizer) -> None:
+    engine = Engine(tokenizer, "host:1M")
+    first = engine.answer("first")
+    engine.crowd_out()
+    make_as_fast_as_computing(engine)
+    engine.submit("again")
+    engine.step()
+    worker = engine.tier.worker
+    (load,) = engine.engine.scheduler.kv_loads.loading.values()
+    assert load.restore is not None
+    deadline_s = time.monotonic() + 90.0
+    while not any(job.is_complete for job in worker._reads.values()):
+        assert time.monotonic() < deadline_s, "it is not read"
+        time.sleep(0.001)
+    assert engine.finish("again") == first
+    num_cached = engine.find(Ended, "again")[0].num_cached_tokens
+    assert 0 < num_cached < NUM_HIT
+    assert engine.find(KVLoaded, "again")[0].num_bytes > num_cached // 8 * (engine.index.layout.block_bytes[0] - 1)
+    assert not worker._reads
+    assert not worker._given_up
+
+
+def test_a_read_that_begins_again_is_not_cancelled_with_the_first_one(tokenizer: Tokenizer) -> None:
+    engine = Engine(tokenizer, "host:1M")
+    first = engine.answer("first")
+    engine.crowd_out()
+    make_as_fast_as_computing(engine)
+    engine.submit("again")
+    engine.step()
+    scheduler = engine.engine.scheduler
+    (sequence,) = scheduler._requests.running.values()
+    scheduler._requests.preempt(sequence, time.monotonic())  # cancels its read
+    engine.index._byte_s = 1e-12  # the next one is from one side, and waited for
+    assert engine.finish("again") == first
+    loaded = engine.find(KVLoaded, "again")[-1]
+    assert loaded.complete
+    assert loaded.num_tokens == NUM_HIT
