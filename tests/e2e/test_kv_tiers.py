@@ -71,7 +71,7 @@ class Runner:
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=5, **drawn)
         request = Request(request_id=name, token_ids=token_ids, sampling=sampling, adapter=self.adapter)
         self.core.input_queue.put(Submit(request))
-        self.run_until(lambda: any(isinstance(e, Ended) and e.request_id == name for e in self.events))
+        self.run_until(lambda: any(isinstance(e, Ended) and e.request_id == name and e.last for e in self.events))
         return [
             (token_id, score)
             for index in range(n)
@@ -167,17 +167,17 @@ def draft_behind_decoys(request: DraftRequest, known: list[list[int]]) -> Draft:
                 ("llama", "int8", 8, "host:64M"),
                 ("llama", "int4", 16, "host:{}K+disk:{},64M"),
                 ("llama", "kivi2", 32, "host:{}K+disk:{},64M"),
-                ("gemma3_text", "auto", 8, "host:{}K+disk:{},64M"),
-                ("deepseek_v2", "auto", 8, "host:{}K+disk:{},64M"),
+                ("gemma3_text", None, 8, "host:{}K+disk:{},64M"),
+                ("deepseek_v2", None, 8, "host:{}K+disk:{},64M"),
             )
         ),
     ],
 )
 def test_kv_of_accepted_paths_of_trees_and_of_forks_comes_back_with_its_bits(
-    family: str, kv_dtype: str, block_size: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    family: str, kv_dtype: str | None, block_size: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    config = make_config(tmp_path, family, {"kv_dtype": kv_dtype, "block_size": block_size})
+    config = make_config(tmp_path, family, {"block_size": block_size} | ({"kv_dtype": kv_dtype} if kv_dtype else {}))
     small = replace(config, kv_memory_mb=kv_mb(config) / 2)
     plain, begun = Runner(build_engine(small)), prompt(0)[:60]
     first, forked = plain.answer("first", begun, 60), plain.answer("forked", begun, 40, n=2)
