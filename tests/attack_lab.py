@@ -48,6 +48,7 @@ class Lab:
     Args:
         pool: memory that replicas share, for tiers in it.
         beside: another replica of the same server, with the same keys.
+        admission: which blocks full tiers store.
     """
 
     def __init__(
@@ -60,6 +61,7 @@ class Lab:
         tiers: str | None = None,
         pool: KVPool | None = None,
         beside: Lab | None = None,
+        admission: str | None = None,
         **settings: Any,
     ) -> None:
         if beside is None:
@@ -76,7 +78,9 @@ class Lab:
         self.tiers: KVTiers | None = None
         if tiers is not None:
             seat = None if pool is None else pool.take_seat()
-            self.core.open_kv_tiers(tiers, None if pool is None or seat is None else (os.dup(pool.fd), seat))
+            self.core.open_kv_tiers(
+                tiers, None if pool is None or seat is None else (os.dup(pool.fd), seat), admission=admission
+            )
             assert self.core._tiers is not None
             self.core._tiers.on_news(self.core.input_queue.wake)
             self.tiers = self.core._tiers.tiers

@@ -19,6 +19,8 @@ from cloister import LLM
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
 from cloister.kv.two_sided import TwoSidedRestore
+from cloister.executor.drafters import Draft, DraftRequest
+from cloister.executor.drafters.recycling import RecyclingDrafter
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.processes import make_engine
 from cloister.types.config import EngineConfig
@@ -64,16 +66,18 @@ class Runner:
         self.events: list[Any] = []
         self.outputs: list[Any] = []
 
-    def answer(self, name: str, token_ids: list[int]) -> list[tuple[Any, ...]]:
-        """Returns its tokens and their log-probabilities."""
-        sampling = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=5)
+    def answer(self, name: str, token_ids: list[int], max_tokens: int = 4, n: int = 1) -> list[tuple[Any, ...]]:
+        """Returns its tokens and their log-probabilities; with `n`, answers are drawn, and come one after the other."""
+        drawn: dict[str, Any] = {"n": n, "seed": 1, "temperature": 1.0} if n > 1 else {"temperature": 0.0}
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True, logprobs=5, **drawn)
         request = Request(request_id=name, token_ids=token_ids, sampling=sampling, adapter=self.adapter)
         self.core.input_queue.put(Submit(request))
-        self.run_until(lambda: any(isinstance(e, Ended) and e.request_id == name for e in self.events))
+        self.run_until(lambda: any(isinstance(e, Ended) and e.request_id == name and e.last for e in self.events))
         return [
             (token_id, score)
+            for index in range(n)
             for output in self.outputs
-            if output.request_id == name
+            if output.request_id == name and output.index == index
             for token_id, score in zip(output.token_ids, output.logprobs, strict=True)
         ]
 
@@ -138,6 +142,74 @@ def test_what_comes_back_has_the_bits_of_what_was_computed(case: str, tmp_path: 
     assert tiered.find(Scheduled, "again").num_cached_tokens == loaded.num_tokens == num_hit
     assert again == first == plain.answer("first", prompt(0))
     assert case != ADAPTER or first != without, "the adapter changes nothing"
+
+
+def draft_behind_decoys(request: DraftRequest, known: list[list[int]]) -> Draft:
+    """Returns a tree in which each right token has a wrong sibling before it, so that KV of accepted ones has to move."""
+    tokens = list(request.state.tokens)
+    future = next((text[len(tokens) :] for text in known if text[: len(tokens)] == tokens), [])
+    token_ids, parents, parent = list[int](), list[int](), -1
+    for token_id in future[: request.num_drafts // 2]:
+        token_ids += [(token_id + 1) % 300, token_id]
+        parents += [parent, parent]
+        parent = len(token_ids) - 1
+    return Draft(token_ids, parents)
+
+
+@pytest.mark.parametrize(
+    ("family", "kv_dtype", "block_size", "where"),
+    [
+        ("llama", "bfloat16", 8, "host:{}K+disk:{},64M"),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("llama", "bfloat16", 1, "host:{}K+disk:{},64M"),
+                ("llama", "bfloat16", 16, "disk:{1},64M"),
+                ("llama", "int8", 8, "host:64M"),
+                ("llama", "int4", 16, "host:{}K+disk:{},64M"),
+                ("llama", "kivi2", 32, "host:{}K+disk:{},64M"),
+                ("gemma3_text", None, 8, "host:{}K+disk:{},64M"),
+                ("deepseek_v2", None, 8, "host:{}K+disk:{},64M"),
+            )
+        ),
+    ],
+)
+def test_kv_of_accepted_paths_of_trees_and_of_forks_comes_back_with_its_bits(
+    family: str, kv_dtype: str | None, block_size: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    config = make_config(tmp_path, family, {"block_size": block_size} | ({"kv_dtype": kv_dtype} if kv_dtype else {}))
+    small = replace(config, kv_memory_mb=kv_mb(config) / 2)
+    plain, begun = Runner(build_engine(small)), prompt(0)[:60]
+    first, forked = plain.answer("first", begun, 60), plain.answer("forked", begun, 40, n=2)
+    known = [[*begun, *(token_id for token_id, _ in answer)] for answer in (first, forked[:40], forked[40:])]
+    monkeypatch.setattr(RecyclingDrafter, "_draft", lambda self, request: draft_behind_decoys(request, known))
+    tiered = Runner(build_engine(replace(small, speculate="recycling", draft_tokens=8)))
+    tiered.core.open_kv_tiers(where.format(f"{512 * kv_mb(config):.0f}", tmp_path), admission="always")
+    program, num_moved = tiered.core._runner._program, 0  # type: ignore[attr-defined]
+    move = program.move_positions
+
+    def count(moves: Any) -> None:
+        nonlocal num_moved
+        num_moved += len(moves)
+        move(moves)
+
+    monkeypatch.setattr(program, "move_positions", count)
+    try:
+        tiered.core._tiers.tiers.predict_s = lambda tier_bytes: 0.0  # type: ignore[union-attr,method-assign]
+        assert tiered.answer("first", begun, 60) == first
+        assert num_moved, "no path but the first branch was accepted"
+        assert tiered.answer("forked", begun, 40, n=2) == forked
+        for number in range(1, 5):
+            tiered.answer(f"other {number}", prompt(number))
+        tiered.run_until(lambda: not any(index._unwritten for index in tiered.core._tiers.tiers.indexes))  # type: ignore[union-attr]
+        again = [tiered.answer(f"again {number}", tokens) for number, tokens in enumerate(known)]
+    finally:
+        tiered.core._tiers.close()  # type: ignore[union-attr]
+    loaded = tiered.find(KVLoaded, "again 0")
+    assert loaded.complete
+    assert loaded.num_tokens == (len(known[0]) - 1) // block_size * block_size > len(begun)
+    assert again == [plain.answer(f"again {number}", tokens) for number, tokens in enumerate(known)]
 
 
 CODED: dict[str, tuple[str, dict[str, Any]]] = {
