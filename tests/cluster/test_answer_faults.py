@@ -30,7 +30,7 @@ from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
 from cloister.kv.tiers import KVTierIndex, TierBlock
-from cloister.scheduler.kv_loads import KVLoads
+from cloister.scheduler.kv_loads import KVLoad, KVLoads
 from cloister.text import StopStrings
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.request import Grammar, SamplingParams
@@ -76,6 +76,10 @@ def has_adapters(scenario: Scenario) -> bool:
 
 def has_tiers(scenario: Scenario) -> bool:
     return any(scenario.tiers)
+
+
+def loads_from_tiers_alone(scenario: Scenario) -> bool:
+    return has_tiers(scenario) and not (scenario.moves_kv or scenario.copies_prefixes)
 
 
 def unloads_adapters(scenario: Scenario) -> bool:
@@ -153,23 +157,13 @@ def count_no_output(sampling: SamplingParams, new: NewSequence) -> Penalties | N
     return Penalties(*asked, TokenCounts(prompt, new.num_prompt_tokens))
 
 
-def never_cancel_a_read(loads: KVLoads, load: Any) -> None:
-    stop_transfer(loads, load)
-    loads.cancelled_reads.clear()
-
-
-stop_transfer = KVLoads._stop_transfer
+def keep_blocks(loads: KVLoads, load: KVLoad) -> None:
+    pass
 
 
 def lose_the_slot(index: KVTierIndex, stored: TierBlock) -> None:
     if index._slots[stored.group].blocks.get(stored.key) is stored:
         index._remove(stored)
-
-
-def read_anything(threads: VirtualTierThreads, block: TierBlock) -> tuple[int, bytes]:
-    """A slot is opened whatever is in it."""
-    _, content = threads._contents.get((block.tier, block.group, block.slot), (-1, b""))
-    return block.number, content
 
 
 PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
@@ -185,13 +179,21 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
     ),
     "log-probabilities follow the end of an answer": (OutputStream, "take", pass_on_all_logprobs, has_drafts),
     "penalties forget what was said elsewhere": (runner_state, "_penalties", count_no_output, has_letters),
-    "a read of a tier outlives its request": (KVLoads, "_stop_transfer", never_cancel_a_read, has_tiers),
+    "a load from a tier ends and its blocks stay": (KVLoads, "_release", keep_blocks, loads_from_tiers_alone),
     "a slot of a tier is lost": (KVTierIndex, "lose", lose_the_slot, has_tiers),
-    "a tier opens whatever is in a slot": (VirtualTierThreads, "_find", read_anything, has_tiers),
 }  # fmt: skip
 
-FIRST_SEEDS: dict[str, int] = {}
-"""Where the search for a bug begins, so that the test is quick."""
+FIRST_SEEDS = {
+    "a grammar begins anew where an answer is resumed": 75,
+    "two sequences have one place in a grammar": 34,
+    "adapters share prefixes": 67,
+    "an adapter goes while its requests move": 261,
+    "a stop string is cut in two by a move": 65,
+    "log-probabilities follow the end of an answer": 26,
+    "penalties forget what was said elsewhere": 32,
+}
+"""Where the search for a bug begins, so that the test is quick: as long as scenarios stay as they are, this seed shows it. From
+seed 0 on the last of them is the 28th scenario that has what the bug is in."""
 
 
 @pytest.mark.parametrize("bug", PLANTED)

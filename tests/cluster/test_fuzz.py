@@ -268,7 +268,7 @@ FIRST_SEEDS = {
     "frames are taken out of order": 21,
     "a resumed request forgets which sequences have ended": 141,
     "a hung engine is not replaced": 454,
-    "what an engine says of a request that left it is taken": 243,
+    "what an engine says of a request that left it is taken": 100,
     "a token is repeated at a switch": 26,
     "a request that moved stays where it was too": 32,
     "tenants share prefixes": 113,
@@ -283,7 +283,7 @@ FIRST_SEEDS = {
     "what two engines said is passed on twice": 50,
     "a request is open at both engines that compute it": 191,
     "lengths of requests that have ended are predicted on": 4,
-    "an answer goes on with other weights": 301,
+    "an answer goes on with other weights": 60,
     "a replica that has requests gets another engine": 55,
     "a failed update leaves both weights": 11,
 }
