@@ -343,6 +343,9 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
         ('{"seed": 1, "roles": ["prefill"], "jobs": [{"at_s": 0, "prompt": "a"}]}', "as many roles"),
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a"}], "faults": [{"at_s": 0, "kind": "crash", "replica": 2}]}', "0 to 1"),
         ('{"seed": 1, "num_standby": 2, "jobs": [{"at_s": 0, "prompt": "a"}]}', "less than num_replicas"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "grammar": "nosuch"}]}', "grammars are number"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters are 1 to 2"),
+        ('{"seed": 1, "tiers": [-1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "numbers of slots"),
         ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
     ],
 )
