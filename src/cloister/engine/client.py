@@ -380,7 +380,7 @@ class EngineClient(RequestClient):
         self.on_prefix_leased: Callable[[PrefixLeased], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
-        self.adapters = AdapterCalls(self._call, self.uses_adapter)
+        self.adapters = AdapterCalls(self._call, self.uses_adapter, are_fixed=not config.runtime_adapters)
         self._cache_calls: EngineCalls[CacheReply] = EngineCalls(self._call)
         self._transport = transport
         self._config = config

@@ -83,6 +83,7 @@ def make_front(
         max_num_seqs=shape.max_num_seqs,
         stall_timeout_s=stall_timeout_s,
         lora=list_adapters(shape.num_adapters) or None,
+        runtime_adapters=True,
     )
     transports: list[LinkTransport] = []
     clients: list[EngineClient] = []

@@ -131,6 +131,8 @@ def _find_mistake(scenario: Scenario) -> str | None:
     numbers = [scenario.num_adapters, *(job.adapter for job in scenario.jobs), *(each.adapter for each in scenario.operations)]
     if any(not 0 <= number <= NUM_ADAPTERS for number in numbers):
         return f"adapters are 1 to {NUM_ADAPTERS}, and 0 is none"
+    if min(scenario.tiers) < 0:
+        return "tiers are two numbers of slots, 0 for none"
     return None
 
 

@@ -20,7 +20,9 @@ from cloister.types.errors import EngineError
 
 FloatArray = npt.NDArray[np.float32]
 HistoryArray = npt.NDArray[np.int64]
-_SPREAD = np.float32(8.0)
+_SCALE = np.float32(8.0) / np.float32(2**24)
+_FACTOR = np.uint64(0x9E3779B97F4A7C15)
+_NUMBERS = np.arange(1024, dtype=np.uint64)
 _ADAPTER = 1 << 32
 """More than there are positions, and weights."""
 
@@ -166,18 +168,21 @@ def salt_of(weights: int, adapter: int) -> int:
 def history_logits(token_ids: npt.ArrayLike, vocab_size: int, salt: int = 0) -> FloatArray:
     """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order, and the
     salt."""
-    history: FloatArray = prefix_logits(token_ids, np.size(token_ids), vocab_size, salt)[0]
-    return history
+    tokens = np.asarray(token_ids).astype(np.uint64)
+    history = _mix(tokens * _FACTOR + _count(tokens.size)).sum(keepdims=True) + np.uint64(salt)
+    bits = _mix(_mix(history) + _count(vocab_size))
+    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * _SCALE
+    return logits
 
 
 def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int, salt: int = 0) -> FloatArray:
     """Returns the logits [num_tokens - first + 1, vocab] that follow each beginning of a history from `first` tokens on."""
     tokens = np.asarray(token_ids, np.uint64)
     with np.errstate(over="ignore"):
-        mixed = _mix(tokens * np.uint64(0x9E3779B97F4A7C15) + np.arange(tokens.size, dtype=np.uint64))
+        mixed = _mix(tokens * _FACTOR + _count(tokens.size))
         histories = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:] + np.uint64(salt)
-        bits = _mix(_mix(histories)[:, None] + np.arange(vocab_size, dtype=np.uint64))
-    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * (_SPREAD / np.float32(2**24))
+        bits = _mix(_mix(histories)[:, None] + _count(vocab_size))
+    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * _SCALE
     return logits
 
 
@@ -187,6 +192,11 @@ def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: i
     for _ in range(num_tokens):
         tokens.append(int(history_logits(tokens, vocab_size, salt).argmax()))
     return tokens[len(token_ids) :]
+
+
+def _count(count: int) -> npt.NDArray[np.uint64]:
+    """Returns the numbers from 0 on."""
+    return _NUMBERS[:count] if count <= _NUMBERS.size else np.arange(count, dtype=np.uint64)
 
 
 def _mix(bits: Any) -> Any:

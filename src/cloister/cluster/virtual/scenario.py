@@ -44,6 +44,8 @@ MOVED_SHARE: Final = 0.3
 MOVES_SPAN_S: Final = 0.8
 SCALED_SHARE: Final = 0.25
 """Share of the clusters of several replicas in which replicas are added and removed as the load changes."""
+STARTED_S: Final = 0.5
+"""By then the engines have started."""
 STANDBY_SHARE: Final = 0.15
 """Share of the clusters of several replicas in which one of them stands by."""
 COPIED_SHARE: Final = 0.25
@@ -270,7 +272,7 @@ def _move_in_bursts(scenario: Scenario, draw: random.Random) -> Scenario:
     """Returns a scenario whose requests move while they get several tokens in a step; some of them near their end."""
     moves = tuple(
         OperatorAction(
-            at_s=round(job.at_s + draw.random() * MOVES_SPAN_S / 2, 4),
+            at_s=round(max(job.at_s, STARTED_S) + draw.random() * MOVES_SPAN_S / 2, 4),
             kind="migrate",
             replica=draw.randrange(scenario.num_replicas),
             job=number,
