@@ -10,7 +10,8 @@ import random
 from collections.abc import Sequence
 from typing import Final
 
-from cloister.cluster.replica_set import ClusterConfig, ReplicaSet
+from cloister.cluster.replica_set import ReplicaSet
+from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.roles import assign_roles
 from cloister.cluster.routers import ROUTERS, Router
 from cloister.cluster.routers.base import RouterContext
