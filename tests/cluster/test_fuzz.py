@@ -290,7 +290,7 @@ FIRST_SEEDS = {
     "what two engines said is passed on twice": 54,
     "a request is open at both engines that compute it": 61,
     "lengths of requests that have ended are predicted on": 4,
-    "an answer goes on with other weights": 301,
+    "an answer goes on with other weights": 228,
     "a replica that has requests gets another engine": 55,
     "a failed update leaves both weights": 11,
     "a request may kill engines for ever": 6,

@@ -177,7 +177,8 @@ class _ProcessRun:
             }
             if scenario.moves_kv or scenario.copies_prefixes or {*scenario.roles} - {"mixed"}:
                 given["kv_transfer"] = KV_TRANSFERS[self.on]
-        if scenario.min_replicas is not None and given.pop("replicas") > 1:
+        if scenario.min_replicas is not None and scenario.num_replicas > 1:
+            del given["replicas"]
             num_min = scenario.min_replicas if scenario.idle_timeout_s is not None else max(1, scenario.min_replicas)
             given |= {"min_replicas": num_min, "max_replicas": scenario.num_replicas, "upscale_delay_s": UPSCALE_S}
             given["downscale_delay_s"] = DOWNSCALE_S
