@@ -159,7 +159,7 @@ class EngineTiers:
             index.is_stuck = self.worker.is_stuck(tier)
         if self._member is not None and self._member.follow():
             self._wake()
-        if self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
+        if not self.worker.has_read or self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
             return
         for arrival in self.worker.take_read():
             self._loads.arrive(arrival.read.request_id, arrival.objects)
