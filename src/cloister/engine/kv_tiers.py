@@ -125,10 +125,10 @@ class EngineTiers:
         self._dispatched_s = time.process_time()
         self._pace = LoadPace()
         self._reads: dict[str, tuple[int, float]] = {}  # under way: bytes, and what computing them is predicted to take
-        self._began_s = time.thread_time()
+        self._began_s = time.perf_counter()
         # Bytes that it took from loads, what copying them took, and whether it only decoded.
         self._last_step: tuple[int, float, bool] | None = None
-        self._loads.stopwatch = time.thread_time
+        self._loads.stopwatch = time.perf_counter
         self._wake: Callable[[], None] = lambda: None
 
     def _plan(self, limit_bytes: int) -> TierLayout:
@@ -173,7 +173,7 @@ class EngineTiers:
 
     def _pace_loads(self) -> None:
         """Gives the next step its part of loads. While nobody decodes, or no step could be made, it takes what it can."""
-        began_s, last = time.thread_time(), self._last_step
+        began_s, last = time.perf_counter(), self._last_step
         if last is not None:
             num_bytes, copied_s, only_decodes = last
             if num_bytes:
