@@ -148,10 +148,11 @@ TIERS = {
     "disk": Tier("disk:{},64M"),
     "both": Tier("host:8M+disk:{},64M"),
     "shared": Tier("shared:64M", 64, elsewhere=True),
-    "peer": Tier("peer:16M", 16, profile="open"),
+    "peer": Tier("peer:40M", 40, profile="open"),
 }
-"""The device has room for two batches of secrets, `both` and `peer` for less in memory of their own. `shared`: ann's prompts
-were sent to another replica than the probes; `peer`: most of them lie in memory that the other one lends."""
+"""The device has room for two batches of secrets, `both` for less in its own memory. `shared`: ann's prompts went to another
+replica than the probes. `peer`: what probes push out of the engine's own part goes to memory that the other one lends, so
+prompts that are probed late lie there."""
 PROBERS = (("own", "ann", None, 4), ("another key", "bob", None, 1), ("another salt", "ann", "s", 1))
 """Name, who asks, with which `cache_salt`, and the part of the samples."""
 NUM_SECRETS = 20
