@@ -55,14 +55,18 @@ def main() -> int:
     parser.add_argument("--num-floods", type=int, default=150, help="rounds of each eviction probe")
     parser.add_argument("--num-orders", type=int, default=300, help="batches of guesses")
     parser.add_argument("--tiers", default=",".join(TIERS), help="KV tiers that are attacked, with commas")
+    parser.add_argument("--only-tiers", action="store_true", help="nothing else is attacked; figures go to attacks_tiers.json")
     options = parser.parse_args()
     bench = Bench(
-        "attacks",
+        "attacks_tiers" if options.only_tiers else "attacks",
         "Attacks: prefix timing, evictions, order of answers, double spending",
         "one cache for all gives everything away (AUC near 1); across tenants a probe is worth a coin (AUC 0.5), and what it "
         "computes is the same to the token; a token is taken once",
     )
     bench.figures["length"] = LENGTH
+    if options.only_tiers:
+        time_tiers(bench, options.tiers.split(","), options.num_tier_pairs, options.seed)
+        return bench.finish(options)
     bench.print_rows("What others report", ("attack", "source", "reported"), LITERATURE)
     time_prefixes(bench, options.num_pairs, options.seed)
     time_tiers(bench, options.tiers.split(","), options.num_tier_pairs, options.seed)
@@ -144,10 +148,11 @@ TIERS = {
     "disk": Tier("disk:{},64M"),
     "both": Tier("host:8M+disk:{},64M"),
     "shared": Tier("shared:64M", 64, elsewhere=True),
-    "peer": Tier("peer:16M", 16, profile="open"),
+    "peer": Tier("peer:40M", 40, profile="open"),
 }
-"""The device has room for two batches of secrets, `both` and `peer` for less in memory of their own. `shared`: ann's prompts
-were sent to another replica than the probes; `peer`: most of them lie in memory that the other one lends."""
+"""The device has room for two batches of secrets, `both` for less in its own memory. `shared`: ann's prompts went to another
+replica than the probes. `peer`: what probes push out of the engine's own part goes to memory that the other one lends, so
+prompts that are probed late lie there."""
 PROBERS = (("own", "ann", None, 4), ("another key", "bob", None, 1), ("another salt", "ann", "s", 1))
 """Name, who asks, with which `cache_salt`, and the part of the samples."""
 NUM_SECRETS = 20

@@ -18,6 +18,7 @@ import pytest
 from cloister import LLM
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_tier_worker import TierWorker
 from cloister.executor.drafters import Draft, DraftRequest
 from cloister.executor.drafters.recycling import RecyclingDrafter
 from cloister.kv.two_sided import TwoSidedRestore
@@ -178,6 +179,7 @@ def test_kv_of_accepted_paths_of_trees_and_of_forks_comes_back_with_its_bits(
     family: str, kv_dtype: str | None, block_size: int, where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
+    monkeypatch.setattr(TierWorker, "_is_worth", lambda *_: True)  # neighbours are opened with one call, if that can be done
     config = make_config(tmp_path, family, {"block_size": block_size} | ({"kv_dtype": kv_dtype} if kv_dtype else {}))
     small = replace(config, kv_memory_mb=kv_mb(config) / 2)
     plain, begun = Runner(build_engine(small)), prompt(0)[:60]

@@ -419,7 +419,7 @@ class EngineCore:
         self._num_failures = 0
         now = self._clock.now()
         if self._tiers is not None:
-            self._tiers.note_step(plan, result, self._scheduler.owners_of(plan))
+            self._tiers.note_step(self._scheduler.owners_of(plan))
         events = self._scheduler.commit(result, stops, now)
         return [*events, self._stepped(plan, result, now)]
 

@@ -260,6 +260,11 @@ class TierWorker:
         """Whether a read that was cancelled, and needs this tier most, still runs."""
         return bool(self._given_up) and any(job.read.slowest == tier for job in list(self._given_up))
 
+    @property
+    def has_read(self) -> bool:
+        """Whether something has come; what comes meanwhile wakes the engine."""
+        return bool(self._reads) and any(job.objects or job.is_complete is not None for job in list(self._reads.values()))
+
     def take_read(self) -> list[TierArrival]:
         """Removes and returns what has come."""
         if not self._reads:

@@ -20,7 +20,6 @@ from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
-from cloister.engine.load_pace import LoadPace
 from cloister.kv import KVFormat
 from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS, TierAdmission
 from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers, TierBlock, TierLayout
@@ -28,7 +27,6 @@ from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import KVStored
-from cloister.types.step import StepPlan, StepResult
 
 FIND_OLDEST_EVERY_S: Final = 1.0
 """How often the oldest block of a tier is looked for while it stores."""
@@ -91,6 +89,9 @@ class TierThreads(Protocol):
 
     def is_stuck(self, tier: int) -> bool: ...
 
+    @property
+    def has_read(self) -> bool: ...
+
     def take_read(self) -> list[TierArrival]: ...
 
     def take_written(self, tier: int) -> tuple[list[tuple[TierBlock, bool]], float]: ...
@@ -148,7 +149,7 @@ class EngineTiers:
         machine: TierMachine = TierMachine(),
     ) -> None:
         self._machine = machine
-        self._scheduler, self._loads, self._blocks = scheduler, scheduler.kv_loads, blocks
+        self._loads, self._blocks = scheduler.kv_loads, blocks
         self._codec = None if codec is None else TierCodec(blocks.planes, blocks.form.sizes, codec)
         self._is_choosing = False
         self._num_shares, self._groups = max(1, scheduler.config.cache_scopes), scheduler.pool.groups
@@ -190,12 +191,6 @@ class EngineTiers:
         self._restores = scheduler.kv_restores
         self._totals = [TierTotals(index) for index in indexes]
         self._dispatched_s = machine.process_s()
-        self._pace = LoadPace()
-        self._reads: dict[str, tuple[int, float]] = {}  # under way: bytes, and what computing them is predicted to take
-        self._began_s = machine.thread_s()
-        # Bytes that it took from loads, what copying them took, and whether it only decoded.
-        self._last_step: tuple[int, float, bool] | None = None
-        self._loads.stopwatch = machine.thread_s
         self._wake: Callable[[], None] = lambda: None
 
     def _plan(self, limit_bytes: int) -> TierLayout:
@@ -210,8 +205,7 @@ class EngineTiers:
         self.worker.on_news(wake)
 
     def serve(self, now: float) -> None:
-        """Takes what was written and read, and what other engines have announced, and says how much of it a step takes."""
-        self._pace_loads()
+        """Takes what was written and read, and what other engines have announced."""
         if self._is_choosing and self.worker.take_choice():
             self._use_choice()
         if self._loans is not None:
@@ -226,7 +220,7 @@ class EngineTiers:
             index.is_stuck = self.worker.is_stuck(tier)
         if self._member is not None and self._member.follow():
             self._wake()
-        if self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
+        if not self.worker.has_read or self._loads.num_waiting_bytes >= 2 * MAX_STEP_BYTES:
             return
         for arrival in self.worker.take_read():
             self._loads.arrive(arrival.read.request_id, arrival.objects)
@@ -239,23 +233,6 @@ class EngineTiers:
             elif self._restores.is_overtaken(arrival.read, arrival.num_arrived, arrival.measured):
                 self.worker.cancel(arrival.read.request_id)
                 self._finish(arrival, now, is_complete=False)
-
-    def _pace_loads(self) -> None:
-        """Gives the next step its part of loads. While nobody decodes, or no step could be made, it takes what it can."""
-        began_s, last = self._machine.thread_s(), self._last_step
-        if last is not None:
-            num_bytes, copied_s, only_decodes = last
-            if num_bytes:
-                self._pace.note_load(num_bytes, copied_s + self._loads.busy_s)
-            elif only_decodes:
-                self._pace.note_step(began_s - self._began_s)
-        self._began_s, self._last_step, self._loads.busy_s = began_s, None, 0.0
-        self._loads.num_granted = None
-        if last is None or self._scheduler.num_running <= self._loads.num_beside:
-            self._pace.rest()
-        elif len(self._loads):
-            self._reads = {name: read for name, read in self._reads.items() if self._loads.is_loading(name)}
-            self._loads.num_granted = self._pace.grant(self._reads.values())
 
     def _finish(self, arrival: TierArrival, now: float, *, is_complete: bool) -> None:
         for index, (num_bytes, elapsed_s) in zip(self.tiers.indexes, arrival.measured, strict=True):
@@ -286,8 +263,6 @@ class EngineTiers:
                     self.tiers.indexes[tier].learn(num_bytes, elapsed_s)
         for read in self._restores.take_reads():
             worker.read(read)
-            if read.request_id != TRIAL:
-                self._reads[read.request_id] = (read.num_bytes, read.compute_s)
         self._dispatched_s = self._machine.process_s()
 
     def _copy(self, index: KVTierIndex) -> None:
@@ -324,12 +299,9 @@ class EngineTiers:
         for index, layout in zip(self.tiers.indexes, layouts, strict=True):
             index.use_layout(layout)
 
-    def note_step(self, plan: StepPlan, result: StepResult, owners: Sequence[bytes | None]) -> None:
+    def note_step(self, owners: Sequence[bytes | None]) -> None:
         """Notes that a step for these owners has run since `dispatch`: storing may take a small part of its processor time.
         Times on the clock would let it take more on a busy machine, where it takes most from others."""
-        num_bytes = sum([len(load.content) for load in plan.loads])
-        only_decodes = all(part.num_tokens == 1 + part.num_drafts for part in plan.sequences)
-        self._last_step = (num_bytes, result.load_s, only_decodes and bool(plan.sequences))
         self.tiers.earn_step(STORE_SHARE * (self._machine.process_s() - self._dispatched_s), owners)
 
     def take_stored(self, now: float) -> tuple[KVStored, ...]:

@@ -130,11 +130,8 @@ class ModelRunner:
         if plan.wipes:
             self._program.wipe_blocks(plan.wipes)
             self._drafting.wipe_blocks(plan.wipes if self._num_groups == 1 else [b for b in plan.wipes if self._is_drafters(b)])
-        load_s = 0.0
         if plan.loads:
-            load_s = -self._clock.now()
             self._program.import_blocks([load.block for load in plan.loads], [load.content for load in plan.loads])
-            load_s += self._clock.now()
         if plan.copies:
             self._program.copy_blocks(plan.copies)
             self._drafting.copy_blocks(
@@ -142,7 +139,7 @@ class ModelRunner:
             )
         if not (plan.sequences or self.num_sequences):
             self.wipe_buffers()
-        result = StepResult(plan_id=plan.plan_id, load_s=load_s)
+        result = StepResult(plan_id=plan.plan_id)
         parts = [self._part(part) for part in plan.sequences]
         if self._tables.ranges is not None:
             self._batch.map_blocks([part.state for part in parts])

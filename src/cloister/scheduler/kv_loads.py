@@ -135,9 +135,6 @@ class KVLoads:
         queries: what the engine must ask for, since it last took them.
         overhead_s: what a load from a tier takes besides reading while no sequence runs, as far as loads were measured: steps
             of its own. `forgo` lowers it.
-        num_granted: bytes that the next step may take from tiers (`engine.load_pace`); None: as many as it can.
-        stopwatch: says what time it is, to measure `busy_s`; it decides nothing here. Without one that stays 0.
-        busy_s: what `plan` and `commit` have taken, since it was last set to 0.
         cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
             tier the engine must end.
         on_copied: called with name and end of each load of a copy, before its blocks are released.
@@ -146,9 +143,6 @@ class KVLoads:
     def __init__(self, requests: RequestTable) -> None:
         self.queries: list[KVQuery] = []
         self.overhead_s = 0.0
-        self.num_granted: int | None = None
-        self.stopwatch: Callable[[], float] = lambda: 0.0
-        self.busy_s = 0.0
         self.cancelled: list[str] = []
         self.cancelled_reads: list[str] = []
         self.on_copied: Callable[[KVLoad, float], None] = lambda load, now: None
@@ -171,11 +165,6 @@ class KVLoads:
     def num_waiting_bytes(self) -> int:
         """KV that has arrived and is in no plan."""
         return sum(found.num_bytes for load in self.loading.values() for found in load.arrived)
-
-    @property
-    def num_beside(self) -> int:
-        """Loads whose own sequences run and compute the front meanwhile."""
-        return sum(load.restore is not None for load in self.loading.values())
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -386,22 +375,18 @@ class KVLoads:
 
     def plan(self, step: PlannedStep) -> None:
         """Has a step put what arrived into blocks, as far as there are blocks that nobody else needs."""
-        started_s = self.stopwatch()
-        num_left, num_granted = MAX_STEP_BYTES, MAX_STEP_BYTES if self.num_granted is None else self.num_granted
+        num_left = MAX_STEP_BYTES
         for load in list(self.loading.values()):
-            while load.arrived and num_left > 0 and (num_granted > 0 or not load.tier):
+            while load.arrived and num_left > 0:
                 found = load.arrived.popleft()
                 if not self._place(load, found, step):
                     self._cut(load, step.now)
                     break
                 num_left -= found.num_bytes
-                if load.tier:
-                    num_granted -= found.num_bytes
-        self.busy_s += self.stopwatch() - started_s
 
     def commit(self, step: PlannedStep, now: float) -> None:
         """Offers what a step has put into blocks to the prefix cache."""
-        started_s, cache = self.stopwatch(), self._requests.prefix_cache
+        cache = self._requests.prefix_cache
         for load, entry in step.loads:
             load.num_in_flight -= 1
             if load.follows and load.state is None:
@@ -414,7 +399,6 @@ class KVLoads:
                 if scope.lifetime_s is not None and expires:
                     cache.renew(load.root, now + scope.lifetime_s)
             self._settle_in_flight(load, now)
-        self.busy_s += self.stopwatch() - started_s
 
     def fail(self, step: PlannedStep, now: float) -> None:
         """A step failed: what it would have put into blocks is lost."""

@@ -167,7 +167,6 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar is complete after their sample.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
-        load_s: part of it that `StepPlan.loads` took.
     """
 
     plan_id: int
@@ -179,7 +178,6 @@ class StepResult(msgspec.Struct, kw_only=True):
     complete: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
-    load_s: float = 0.0
 
 
 class EncodedImage(msgspec.Struct, frozen=True):

@@ -17,6 +17,7 @@ TIERS = {"host": "host:64M", "disk": "disk:{},64M", "both": "host:4M+disk:{},64M
 @pytest.fixture(params=TIERS)
 def lab(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lab]:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)  # a busy machine may take its time
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KVLoads.predict_overhead_s", lambda self: 0.0)
     made = Lab("team", kv_memory_mb=4, cache_scopes=2, max_model_len=600, tiers=TIERS[request.param].format(tmp_path))
     assert made.tiers is not None
     made.tiers.predict_s = lambda tier_bytes: 0.0  # type: ignore[method-assign]  # whatever is there is loaded

@@ -133,6 +133,10 @@ class VirtualTierThreads:
     def is_stuck(self, tier: int) -> bool:
         return any(job.read.slowest == tier for job in self._given_up)
 
+    @property
+    def has_read(self) -> bool:
+        return any(job.objects or job.is_complete is not None for job in self._reads.values())
+
     def take_read(self) -> list[TierArrival]:
         taken = []
         for request_id, job in list(self._reads.items()):
