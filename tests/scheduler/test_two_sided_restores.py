@@ -274,13 +274,21 @@ def test_a_scope_that_is_dropped_meanwhile_gets_nothing_more():
     assert engine.scheduler.prefix_cache.match_length(engine.keys_of(prompt(0, 59))) == 0
 
 
-def test_a_load_that_was_left_teaches_how_fast_its_tier_is_and_pays_for_storing():
+def test_small_parts_beside_steps_do_not_make_a_tier_seem_slow():
+    engine = SlowTier(per_step=2)
+    byte_s = engine.tier.index.predict_s(1)
+    engine.tier.byte_s = 2 * byte_s
+    engine.serve("again", prompt(0, 59))
+    assert engine.tier.index.predict_s(1) == byte_s
+
+
+def test_a_load_that_was_left_teaches_that_its_tier_is_faster_and_pays_for_storing():
     engine = SlowTier(per_step=2)
     account = next(iter(engine.tier.index._accounts.values()))
     account.credit_s, byte_s = 0.0, engine.tier.index.predict_s(1)
-    engine.tier.byte_s = 2 * byte_s
+    engine.tier.byte_s = byte_s / 2
     engine.serve("again", prompt(0, 59))
-    assert byte_s < engine.tier.index.predict_s(1) < 2 * byte_s
+    assert byte_s / 2 < engine.tier.index.predict_s(1) < byte_s
     assert account.credit_s > 20 * TOKEN_S, "what was loaded need not be computed"
 
 
@@ -344,6 +352,19 @@ def test_a_failed_step_fails_its_requests_and_leaves_nothing():
     assert engine.find(Ended, "again")[0].reason is FinishReason.ERROR
     assert engine.pool.num_used == 0
     assert not engine.scheduler.kv_loads.loading
+
+
+def test_blocks_are_not_taken_before_the_step_that_fills_them_is_committed():
+    engine = SlowTier(per_step=0)
+    engine.begin()
+    engine.tier.read(100, engine.now)
+    plan = engine.scheduler.plan(engine.now)
+    assert len(plan.loads) == 12, "all but what was computed"
+    assert engine.scheduler.plan(engine.now) is None
+    engine.scheduler.fail("the step failed", engine.now)  # no request computed anything in it
+    engine.run()
+    assert engine.answers["again"] == engine.first
+    assert engine.find(Ended, "again")[0].num_cached_tokens == 0
 
 
 def test_what_was_restored_is_found_by_the_next_request_and_not_read_again():
