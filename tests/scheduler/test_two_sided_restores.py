@@ -294,7 +294,7 @@ def test_a_load_that_was_left_teaches_that_its_tier_is_faster_and_pays_for_stori
 
 @pytest.mark.parametrize("windows", [(None, 6), (6,), (None, STATE), (STATE,)], ids=str)
 def test_layers_that_cannot_leave_out_a_block_are_restored_from_one_side(windows):
-    engine = SlowTier(windows, per_step=100, load_s=LOAD_S / 20)
+    engine = SlowTier(windows, per_step=100, load_s=0.6 * LOAD_S)
     engine.scheduler.add(make_request("again", prompt(0, 59)), engine.now)
     engine.step()
     assert engine.load is None
