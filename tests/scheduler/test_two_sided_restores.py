@@ -150,6 +150,19 @@ def test_a_request_that_is_cancelled_in_any_window_leaves_nothing(num_steps, per
     assert engine.find(Ended, "again")[0].reason is FinishReason.ABORT
 
 
+def test_a_request_that_is_cancelled_before_its_read_begins_has_none():
+    engine = SlowTier(per_step=0)
+    engine.scheduler.add(make_request("again", prompt(0, 59)), engine.now)
+    plan = engine.scheduler.plan(engine.now)
+    assert engine.load is not None
+    engine.scheduler.abort("again", engine.now)
+    engine.tier.dispatch()
+    assert not engine.tier.reads
+    engine.scheduler.commit(engine.runner.run(plan), {}, engine.now)
+    engine.run()
+    assert engine.pool.num_used == 0
+
+
 def test_a_request_that_is_cancelled_while_a_step_puts_its_blocks_in_place_gives_them_back_then():
     engine = SlowTier(per_step=3)
     engine.begin()
