@@ -251,7 +251,7 @@ def test_a_preempted_sequence_gives_back_what_was_loaded_and_starts_again():
     assert engine.find(Preempted, "again")
 
 
-def test_whoever_needs_blocks_gets_those_that_a_sequence_has_not_come_to():
+def test_other_sequences_that_need_blocks_get_those_that_this_one_has_not_come_to():
     engine = SlowTier(per_step=3)
     engine.begin()
     engine.step()

@@ -2,7 +2,7 @@
 until both meet. Pure: no I/O, no clock, no arrays.
 
 KV of a block depends on all tokens before it, but on them alone: a block that was loaded is the one that computing would have
-made. So whoever computes may leave out what has arrived, from the last block on. Alone, loading takes L and computing C; from
+made. So computing may leave out what has arrived, from the last block on. Alone, loading takes L and computing C; from
 both sides it takes about L C / (L + C), at best half.
 """
 
