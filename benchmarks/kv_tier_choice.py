@@ -2,6 +2,7 @@
 at a time, on disks of several speeds.
 
     python -m benchmarks.kv_tier_choice [--model MODEL] [--speeds MB ...] [--conversations N] [--turns N] [--tokens N]
+    python -m benchmarks.kv_tier_choice --trace mooncake --kv-mb 9.8 [--requests N]
 
 Conversations several times as large as the KV memory of the device; each request is sent to all engines in turn, and all must
 give the same tokens. A slow disk is a real one whose reads a wrapper delays, one after another.
@@ -21,7 +22,18 @@ from dataclasses import replace
 from typing import Any, Final
 
 from benchmarks.harness import Bench, make_parser
-from benchmarks.kv_tiers import ANSWER_TOKENS, STORED, TURN_TOKENS, TimedEngine, converse, count_stored, running
+from benchmarks.kv_tiers import (
+    ANSWER_TOKENS,
+    STORED,
+    TRACE_LEN,
+    TURN_TOKENS,
+    TimedEngine,
+    converse,
+    count_stored,
+    read_turns,
+    replay,
+    running,
+)
 from benchmarks.models import MODELS, find_model
 from cloister.engine import EngineCore, kv_tier_files, kv_tier_reads
 from cloister.engine.transports import ProcessTransport
@@ -80,7 +92,7 @@ def _slow_down(bytes_s: float) -> None:
 async def measure(options: argparse.Namespace, bench: Bench, model: str, speed_mb: float) -> None:
     """Measures one disk."""
     os.environ[SPEED] = str(speed_mb * 1e6)
-    longest = options.tokens + options.turns * (TURN_TOKENS + ANSWER_TOKENS)
+    longest = TRACE_LEN if options.trace else options.tokens + options.turns * (TURN_TOKENS + ANSWER_TOKENS)
     with tempfile.TemporaryDirectory(dir=options.directory) as directory:
         base = EngineConfig(
             model=model,
@@ -99,7 +111,10 @@ async def measure(options: argparse.Namespace, bench: Bench, model: str, speed_m
         async with running([*engines.values()]):
             ready = engines["compute"].transport.ready
             assert ready is not None
-            times, _ = await converse(engines, options, ready.model.vocab_size)
+            if options.trace is None:
+                times, _ = await converse(engines, options, ready.model.vocab_size)
+            else:
+                times = await replay(engines, read_turns(options, ready.model.vocab_size))
     means = {kind: statistics.mean(taken) for kind, taken in times.items()}
     medians = {kind: statistics.median(taken) for kind, taken in times.items()}
     ratios = {}
@@ -122,12 +137,14 @@ def main() -> int:
     parser.add_argument("--conversations", type=int, default=16)
     parser.add_argument("--turns", type=int, default=4)
     parser.add_argument("--tokens", type=int, default=500, help="of a conversation's first prompt")
+    parser.add_argument("--trace", choices=("mooncake",), default=None, help="conversations of a trace; unset, drawn ones")
+    parser.add_argument("--requests", type=int, default=80, help="of the trace, about: whole conversations")
     parser.add_argument("--kv-mb", type=float, default=2.5, help="KV memory of the device")
     parser.add_argument("--directory", default=None)
     options = parser.parse_args()
     model = str(find_model(options.model)) if options.model in MODELS else options.model
     bench = Bench(
-        f"kv_tier_choice_{options.model.replace('-', '_')}",
+        "_".join(["kv_tier_choice", *([options.trace] if options.trace else []), options.model.replace("-", "_")]),
         "Restore or recompute, and both at once, on disks of several speeds",
         "the choice takes at most 1.1 times the better of always computing (C) and always loading (L); both at once about"
         " L C / (L + C)",

@@ -231,9 +231,12 @@ TWO_SIDED = [
     "llama, blocks of 1",
     "llama, blocks of 8",
 ]
+QUICK_TWO_SIDED = {"llama, bfloat16", "llama, int8", "llama, torch", "latents", ADAPTER}
 
 
-@pytest.mark.parametrize("case", TWO_SIDED)
+@pytest.mark.parametrize(
+    "case", [case if case in QUICK_TWO_SIDED else pytest.param(case, marks=pytest.mark.slow) for case in TWO_SIDED]
+)
 def test_a_front_that_was_computed_and_an_end_that_was_loaded_have_the_bits_of_what_was_computed(
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

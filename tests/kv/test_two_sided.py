@@ -64,3 +64,9 @@ def test_a_step_computes_something_and_nothing_that_has_arrived(byte_s):
     restore = restore_of(10, byte_s)
     assert restore.find_next(4, 5, compute_at(1e-3)) == 5
     assert 4 < restore.find_next(4, 8, compute_at(1e-3)) <= 8
+
+
+def test_parts_are_a_sixteenth_and_not_so_small_that_a_fast_tier_becomes_slow():
+    assert restore_of(160, 1e-6).part_bytes == 10_000
+    assert restore_of(160, 2e-8).part_bytes == 50_000  # a millisecond
+    assert restore_of(160, 0.0).part_bytes == 160_000

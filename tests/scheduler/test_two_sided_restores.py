@@ -150,6 +150,19 @@ def test_a_request_that_is_cancelled_in_any_window_leaves_nothing(num_steps, per
     assert engine.find(Ended, "again")[0].reason is FinishReason.ABORT
 
 
+def test_a_request_that_is_cancelled_before_its_read_begins_has_none():
+    engine = SlowTier(per_step=0)
+    engine.scheduler.add(make_request("again", prompt(0, 59)), engine.now)
+    plan = engine.scheduler.plan(engine.now)
+    assert engine.load is not None
+    engine.scheduler.abort("again", engine.now)
+    engine.tier.dispatch()
+    assert not engine.tier.reads
+    engine.scheduler.commit(engine.runner.run(plan), {}, engine.now)
+    engine.run()
+    assert engine.pool.num_used == 0
+
+
 def test_a_request_that_is_cancelled_while_a_step_puts_its_blocks_in_place_gives_them_back_then():
     engine = SlowTier(per_step=3)
     engine.begin()
@@ -238,7 +251,7 @@ def test_a_preempted_sequence_gives_back_what_was_loaded_and_starts_again():
     assert engine.find(Preempted, "again")
 
 
-def test_whoever_needs_blocks_gets_those_that_a_sequence_has_not_come_to():
+def test_other_sequences_that_need_blocks_get_those_that_this_one_has_not_come_to():
     engine = SlowTier(per_step=3)
     engine.begin()
     engine.step()
@@ -274,19 +287,27 @@ def test_a_scope_that_is_dropped_meanwhile_gets_nothing_more():
     assert engine.scheduler.prefix_cache.match_length(engine.keys_of(prompt(0, 59))) == 0
 
 
-def test_a_load_that_was_left_teaches_how_fast_its_tier_is_and_pays_for_storing():
+def test_small_parts_beside_steps_do_not_make_a_tier_seem_slow():
+    engine = SlowTier(per_step=2)
+    byte_s = engine.tier.index.predict_s(1)
+    engine.tier.byte_s = 2 * byte_s
+    engine.serve("again", prompt(0, 59))
+    assert engine.tier.index.predict_s(1) == byte_s
+
+
+def test_a_load_that_was_left_teaches_that_its_tier_is_faster_and_pays_for_storing():
     engine = SlowTier(per_step=2)
     account = next(iter(engine.tier.index._accounts.values()))
     account.credit_s, byte_s = 0.0, engine.tier.index.predict_s(1)
-    engine.tier.byte_s = 2 * byte_s
+    engine.tier.byte_s = byte_s / 2
     engine.serve("again", prompt(0, 59))
-    assert byte_s < engine.tier.index.predict_s(1) < 2 * byte_s
+    assert byte_s / 2 < engine.tier.index.predict_s(1) < byte_s
     assert account.credit_s > 20 * TOKEN_S, "what was loaded need not be computed"
 
 
 @pytest.mark.parametrize("windows", [(None, 6), (6,), (None, STATE), (STATE,)], ids=str)
 def test_layers_that_cannot_leave_out_a_block_are_restored_from_one_side(windows):
-    engine = SlowTier(windows, per_step=100, load_s=LOAD_S / 20)
+    engine = SlowTier(windows, per_step=100, load_s=0.6 * LOAD_S)
     engine.scheduler.add(make_request("again", prompt(0, 59)), engine.now)
     engine.step()
     assert engine.load is None
@@ -344,6 +365,19 @@ def test_a_failed_step_fails_its_requests_and_leaves_nothing():
     assert engine.find(Ended, "again")[0].reason is FinishReason.ERROR
     assert engine.pool.num_used == 0
     assert not engine.scheduler.kv_loads.loading
+
+
+def test_blocks_are_not_taken_before_the_step_that_fills_them_is_committed():
+    engine = SlowTier(per_step=0)
+    engine.begin()
+    engine.tier.read(100, engine.now)
+    plan = engine.scheduler.plan(engine.now)
+    assert len(plan.loads) == 12, "all but what was computed"
+    assert engine.scheduler.plan(engine.now) is None
+    engine.scheduler.fail("the step failed", engine.now)  # no request computed anything in it
+    engine.run()
+    assert engine.answers["again"] == engine.first
+    assert engine.find(Ended, "again")[0].num_cached_tokens == 0
 
 
 def test_what_was_restored_is_found_by_the_next_request_and_not_read_again():

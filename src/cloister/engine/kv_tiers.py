@@ -236,11 +236,11 @@ class EngineTiers:
 
     def _finish(self, arrival: TierArrival, now: float, *, is_complete: bool) -> None:
         for index, (num_bytes, elapsed_s) in zip(self.tiers.indexes, arrival.measured, strict=True):
-            if num_bytes:
+            if num_bytes and arrival.read.restore is None:  # else it is known when both sides have met, and so is what it saved
                 index.learn(num_bytes, elapsed_s)
         if arrival.read.request_id == TRIAL:
             self._restores.is_trying = False
-        elif arrival.num_bytes and arrival.read.restore is None:  # else it is known when both sides have met
+        elif arrival.num_bytes and arrival.read.restore is None:
             self.tiers.earn(max(0.0, arrival.saved_s), arrival.read.owner)
         read_s = sum(elapsed_s for _, elapsed_s in arrival.measured)
         self._loads.finish(arrival.read.request_id, now, is_complete=is_complete, transfer_s=read_s)

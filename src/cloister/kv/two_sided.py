@@ -2,7 +2,7 @@
 until both meet. Pure: no I/O, no clock, no arrays.
 
 KV of a block depends on all tokens before it, but on them alone: a block that was loaded is the one that computing would have
-made. So whoever computes may leave out what has arrived, from the last block on. Alone, loading takes L and computing C; from
+made. So computing may leave out what has arrived, from the last block on. Alone, loading takes L and computing C; from
 both sides it takes about L C / (L + C), at best half.
 """
 
@@ -12,9 +12,9 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
-MOST_OF_ALONE: Final = 0.9
-"""A restore is made from both sides if it is predicted to take at most this part of the better of
-loading and computing alone."""
+MOST_OF_ALONE: Final = 0.75
+"""A restore is made from both sides if it is predicted to take at most this part of the better of loading and computing alone.
+What is predicted to gain less was measured to gain nothing: both sides share the processor."""
 FIRST_SHARE: Final = 0.5
 """Part of the way to where both are predicted to meet that the first steps compute; all of it once this load has shown its
 speed. A tier that is much faster than it was is then noticed in time."""
@@ -22,6 +22,8 @@ PRIOR_SHARE: Final = 0.1
 """What was known of a tier weighs as much as this part of the load: its first blocks have its start in their time."""
 NUM_PARTS: Final = 16
 """Parts in which its end is read, if blocks are small enough: the last one that is read is of no use."""
+LEAST_PART_S: Final = 0.001
+"""A part takes at least so long, as far as the tier is known: many small ones would make a fast tier slow."""
 
 ComputeTime = Callable[[int, int], float]
 """Predicted seconds for computing entries [start, end)."""
@@ -49,6 +51,14 @@ class TwoSidedRestore:
         self._before = [
             [0, *accumulate(num_bytes if tier == number else 0 for tier, num_bytes in sizes)] for number in range(len(byte_s))
         ]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of a part of the load."""
+        num_bytes = sum(before[-1] for before in self._before)
+        slowest_byte_s = max(self._known_byte_s)
+        least = LEAST_PART_S / slowest_byte_s if slowest_byte_s * num_bytes > LEAST_PART_S else num_bytes
+        return int(max(num_bytes / NUM_PARTS, least))
 
     def note(self, measured: Sequence[tuple[int, float]]) -> None:
         """Takes (bytes, seconds) of each tier, of all that has arrived of this load."""

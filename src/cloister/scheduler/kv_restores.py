@@ -16,7 +16,7 @@ import msgspec
 
 from cloister.kv import NO_BLOCK, PrefixCache
 from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers, TierBlock
-from cloister.kv.two_sided import MOST_OF_ALONE, NUM_PARTS, TwoSidedRestore
+from cloister.kv.two_sided import MOST_OF_ALONE, TwoSidedRestore
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
@@ -65,7 +65,7 @@ class TierRead:
     @property
     def most_part_bytes(self) -> int | None:
         """What is read at once at most; None: whatever is fastest."""
-        return None if self.restore is None else self.num_bytes // NUM_PARTS
+        return None if self.restore is None else self.restore.part_bytes
 
     @property
     def num_bytes(self) -> int:

@@ -79,11 +79,15 @@ class TwoSidedRestores:
         state = sequence.request_state
         if state.first_token_s is None:
             state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
-        if load.is_complete is None:  # else the engine has done so when the read ended
-            for index, (num_bytes, elapsed_s) in zip(self._tiers.indexes, restore.measured, strict=False):
-                if num_bytes:
-                    index.learn(num_bytes, elapsed_s)
+        self._learn(restore)
         if blocks:
             self._tiers.earn(self._predict_s(front, restore.end), restore.owner)
         self._loads.end_two_sided(load, now)
         return num_tokens
+
+    def _learn(self, restore: TwoSidedRestore) -> None:
+        """Notes that a tier is faster than it was known to be. That it is slower is not learned here: small parts, read beside
+        steps, would make every tier seem slow, and loads from one side, which show how fast it is, would not come again."""
+        for index, (num_bytes, elapsed_s) in zip(self._tiers.indexes, restore.measured, strict=False):
+            if num_bytes and elapsed_s < index.predict_s(num_bytes):
+                index.learn(num_bytes, elapsed_s)
