@@ -485,7 +485,7 @@ class Outcome:
     """What a client saw of a layout under a fault.
 
     Attributes:
-        num_refused: requests that got a 503.
+        num_refused: requests that got a 503, or whose body did not arrive (408).
         num_lost: requests that were accepted and not answered.
         gone_s: from when a replica was first seen to accept nothing until all accepted requests; None if none was.
         is_whole: all replicas accepted requests in the end.
@@ -594,7 +594,8 @@ async def watch_replicas(server: ServeProcess, num_replicas: int, loading: async
 
 
 def _is_refused(answer: Answer) -> bool:
-    return answer.error is not None and answer.error.startswith("503") and not answer.times_s
+    """Whether a request was never accepted: no engine ran (503), or its body did not arrive in time (408)."""
+    return answer.error is not None and answer.error.startswith(("503", "408")) and not answer.times_s
 
 
 def choose_faults(given: argparse.Namespace, layout: str) -> list[str]:
