@@ -273,6 +273,15 @@ def strike_transfers(act: Callable[[KVConnection], None], num_strikes: int) -> F
     return strike_some
 
 
+async def cut_transfers(cluster: Cluster) -> None:
+    """Each engine in turn is stopped, so that KV on its way to others stops too, and killed while they wait for the rest."""
+    for pid in cluster.engine_pids():
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(1.0)
+        os.kill(pid, signal.SIGKILL)
+        await asyncio.sleep(5.0)  # there is another one by then
+
+
 async def drain_for_ever(cluster: Cluster) -> None:
     """Drains and returns one replica after the other until it is cancelled."""
     while True:
@@ -452,7 +461,8 @@ FAULTS: Final[dict[str, Fault]] = {
 }  # fmt: skip
 RAY_FAULTS: Final[dict[str, Fault]] = {
     "none": nothing, "kill -9 first": kill_first, "kill -9 last": kill_last, "kill -9 actor": kill_actor,
-    "SIGSTOP actor": stop_actor, "drain each": drain_each, **STOPPED, **STARVED, **RAY_PAUSED, **RAY_STARVED,
+    "SIGSTOP actor": stop_actor, "drain each": drain_each, "cut transfers": cut_transfers,
+    **STOPPED, **STARVED, **RAY_PAUSED, **RAY_STARVED,
     "kill -9 raylet": kill_raylet, "kill -9 driver": kill_driver, "kill -9 head": kill_head, "replace head": replace_head,
     "cut off raylet": cut_off_raylet,
 }  # fmt: skip
@@ -475,7 +485,7 @@ class Outcome:
     """What a client saw of a layout under a fault.
 
     Attributes:
-        num_refused: requests that got a 503.
+        num_refused: requests that got a 503, or whose body did not arrive (408).
         num_lost: requests that were accepted and not answered.
         gone_s: from when a replica was first seen to accept nothing until all accepted requests; None if none was.
         is_whole: all replicas accepted requests in the end.
@@ -584,7 +594,8 @@ async def watch_replicas(server: ServeProcess, num_replicas: int, loading: async
 
 
 def _is_refused(answer: Answer) -> bool:
-    return answer.error is not None and answer.error.startswith("503") and not answer.times_s
+    """Whether a request was never accepted: no engine ran (503), or its body did not arrive in time (408)."""
+    return answer.error is not None and answer.error.startswith(("503", "408")) and not answer.times_s
 
 
 def choose_faults(given: argparse.Namespace, layout: str) -> list[str]:

@@ -121,12 +121,12 @@ def deaf(find: Callable[[], Iterable[tuple[int, int]]]) -> Iterator[Callable[[],
         look()
         yield look
     finally:
-        for place in find():  # connections of a listener that was deaf begin deaf
-            with contextlib.suppress(OSError):
-                heard.setdefault(place, duplicate(*place))
         for sock in heard.values():
             hear(sock)
             sock.close()
+        for place in find():  # connections of a listener that was deaf began deaf
+            with contextlib.suppress(OSError), duplicate(*place) as sock:
+                hear(sock)
 
 
 def ends_at(port: int, pids: Iterable[int]) -> list[tuple[int, int]]:
