@@ -363,3 +363,11 @@ def test_no_body_is_answered_with_a_fault_of_the_server(client, path, core, fiel
 def test_no_bytes_are_answered_with_a_fault_of_the_server(client, raw, start):
     reply = client.post(TEXT, content=start + raw, headers={"content-type": "application/json"})
     check_error(reply, 400)
+
+
+def test_texts_of_more_tokens_than_a_context_window_are_not_made_in_one_go(client):
+    most = 2**17
+    assert client.post("/detokenize", json={"tokens": [104] * most}).json()["prompt"] == "h" * most
+    error = check_error(client.post("/detokenize", json={"tokens": [104] * (most + 1)}), 400)
+    assert (error["param"], error["code"]) == ("tokens", "invalid_value")
+    assert f"at most {most} tokens; send parts of them" in error["message"]

@@ -159,6 +159,18 @@ def test_what_is_not_enforced_is_refused_by_name(schema, words):
     assert SECRET not in str(caught.value)
 
 
+@pytest.mark.parametrize("is_open", [False, True])
+def test_as_many_properties_as_a_schema_may_have_may_all_be_optional(compiler, tokenizer, is_open):
+    schema = {
+        "type": "object",
+        "properties": {f"p{i}": {"type": "string", "maxLength": 8} for i in range(1000)},
+        "additionalProperties": is_open,
+    }
+    grammar = check_grammar(schema_grammar(schema), "schema")
+    assert fits(compiler, tokenizer, grammar, '{"p0": "a", "p999": "b"}')
+    assert not fits(compiler, tokenizer, grammar, '{"p0": "a", "p999": 1}')
+
+
 def test_deep_schemas_are_refused():
     schema: object = {"type": "string"}
     for _ in range(40):

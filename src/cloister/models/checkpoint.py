@@ -146,10 +146,10 @@ def _files(path: Path) -> list[Path]:
         return [path / _SINGLE]
     placed = read_json(path / _INDEX).get("weight_map")
     if not isinstance(placed, dict) or not placed:
-        raise ModelError(f"{_INDEX} has no weight_map; download it again")
+        raise ModelError(f"{_INDEX} has no weight_map; download or copy it again")
     names = sorted({str(name) for name in placed.values()})
     if any(Path(name).name != name for name in names):
-        raise ModelError(f"{_INDEX} names a file outside the model directory; download it again")
+        raise ModelError(f"{_INDEX} names a file outside the model directory; download or copy it again")
     return [path / name for name in names]
 
 
@@ -164,7 +164,7 @@ def read_headers(path: Path, family: Family) -> dict[str, TensorEntry]:
     for file in _files(path):
         for name, entry in read_header(file).items():
             if name in found:
-                raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download it again")
+                raise ModelError(f"tensor {name!r} is in two files of the checkpoint; download or copy it again")
             found[name] = entry
     found = keep_text_part(found, has_tower=family.vision is not None)
     if any(name.startswith(family.prefix) for name in found):

@@ -81,7 +81,7 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     except FileNotFoundError:
         raise ModelError(f"the model has no file {path.name}; weights must be in safetensors files") from None
     except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
-        raise ModelError(f"{path.name} is damaged or cut short; download it again") from None
+        raise ModelError(f"{path.name} is damaged or cut short; download or copy it again") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, npt.NDArray[Any]]) -> None:

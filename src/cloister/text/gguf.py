@@ -218,7 +218,7 @@ def _read_vocabulary(file: GGUFFile) -> _Vocabulary:
     kinds = file.numbers("tokenizer.ggml.token_type") or [_NORMAL] * len(tokens)
     vocabulary = _Vocabulary(tokens, kinds)
     if not tokens or len(kinds) != len(tokens) or len(vocabulary.ids) != sum(map(_is_used, tokens, kinds)):
-        raise ModelError(f"{file.path.name} has no token list, or a damaged one; download it again")
+        raise ModelError(f"{file.path.name} has no token list, or a damaged one; download or copy it again")
     return vocabulary
 
 
@@ -247,7 +247,9 @@ def _byte_level(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
         raise ModelError(f"{file.path.name} has a byte-level tokenizer without merges; convert the model again")
     pairs = [merge.split(" ", 1) for merge in merges]
     if any(len(pair) != 2 for pair in pairs):
-        raise ModelError(f"'tokenizer.ggml.merges' in {file.path.name} holds something else than pairs; download it again")
+        raise ModelError(
+            f"'tokenizer.ggml.merges' in {file.path.name} holds something else than pairs; download or copy it again"
+        )
     return {
         **_frame(file, vocabulary, adds_bos=split.adds_bos),
         "normalizer": {"type": "NFC"} if split.normalizes else None,
@@ -331,7 +333,7 @@ def _unigram(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
         ]
         charsmap = check_charsmap(table.as_bytes() if isinstance(table, GGUFArray) else b"")
     except (ValueError, struct.error):
-        raise ModelError(f"the tokenizer of {file.path.name} is damaged; download it again") from None
+        raise ModelError(f"the tokenizer of {file.path.name} is damaged; download or copy it again") from None
     adds = {f"add_{name}_token": file.get(f"tokenizer.ggml.add_{name}_token", bool) for name in ("bos", "eos")}
     model = SentencePieceFile(
         kind=ModelKind.UNIGRAM,
@@ -354,7 +356,7 @@ def _unigram(file: GGUFFile, vocabulary: _Vocabulary) -> dict[str, Any]:
 def _scores_of(file: GGUFFile, vocabulary: _Vocabulary) -> list[float]:
     scores = file.numbers("tokenizer.ggml.scores") or []
     if len(scores) != len(vocabulary.tokens):
-        raise ModelError(f"{file.path.name} needs one score for each token of its tokenizer; download it again")
+        raise ModelError(f"{file.path.name} needs one score for each token of its tokenizer; download or copy it again")
     return scores
 
 

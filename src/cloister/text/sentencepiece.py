@@ -98,7 +98,7 @@ def read_model(data: bytes) -> SentencePieceFile:
     try:
         return _read_model(data)
     except (ValueError, LookupError, TypeError, struct.error):
-        raise ModelError("tokenizer.model is not a SentencePiece model, or is damaged; download it again") from None
+        raise ModelError("tokenizer.model is not a SentencePiece model, or is damaged; download or copy it again") from None
 
 
 def _read_model(data: bytes) -> SentencePieceFile:
@@ -258,7 +258,7 @@ def merges_by_score(ids: Mapping[str, int], scores: Sequence[float]) -> list[tup
         ModelError: a piece is so long that a list of its parts would fill the memory.
     """
     if any(len(piece) > _MOST_LETTERS for piece in ids):
-        raise ModelError(f"the tokenizer has a piece of more than {_MOST_LETTERS} letters; download it again")
+        raise ModelError(f"the tokenizer has a piece of more than {_MOST_LETTERS} letters; download or copy it again")
     pieces = sorted(ids, key=lambda piece: (-scores[ids[piece]], ids[piece]))
     merges: list[tuple[str, str]] = []
     for piece in pieces:  # one loop: a vocabulary of 262,000 has two million places to cut

@@ -291,7 +291,7 @@ class SpecialTokens:
             added = {i: str(token["content"]) for i, token in entries}
             control = [(i, token) for i, token in entries if token.get("special") and token["content"]]
         except (AttributeError, KeyError, TypeError, ValueError):
-            raise ModelError("the tokenizer's files list added tokens in an unknown form; download it again") from None
+            raise ModelError("the tokenizer's files list added tokens in an unknown form; download or copy it again") from None
         return cls(
             added=added,
             control_ids=frozenset(i for i, _ in control),

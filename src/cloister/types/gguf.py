@@ -176,7 +176,7 @@ def read_gguf(path: Path) -> GGUFFile:
     except FileNotFoundError:
         raise ModelError(f"there is no file {path}; check the path") from None
     except (OSError, ValueError, struct.error):
-        raise ModelError(f"{path.name} is damaged or cut short, or is no GGUF file; download it again") from None
+        raise ModelError(f"{path.name} is damaged or cut short, or is no GGUF file; download or copy it again") from None
 
 
 @lru_cache(maxsize=1)  # a start asks three times: for the model, its tokenizer and its pooling

@@ -197,7 +197,7 @@ def _prepare(file: GGUFFile, name: str, architecture: Architecture) -> ConfigFie
     _leave_predicting_layers(fields)
     num_layers = fields.peek("num_hidden_layers")
     if num_layers > len(file.tensors):
-        raise ModelError(f"'block_count' in {file.path.name} is greater than its number of tensors; download it again")
+        raise ModelError(f"'block_count' in {file.path.name} is greater than its number of tensors; download or copy it again")
     said = {
         **architecture.fixed,
         **architecture.translate(file, fields),

@@ -177,7 +177,7 @@ _KINDS = {"ssm_in": LINEAR, "attn_q": FULL, "ffn_gate_inp": "moe", "ffn_up": "ml
 def _kind_of(file: GGUFFile, number: int) -> str:
     found = [kind for name, kind in _KINDS.items() if f"blk.{number}.{name}.weight" in file.tensors]
     if len(found) != 1:
-        raise ModelError(f"layer {number} of {file.path.name} has tensors of no known kind of layer; download it again")
+        raise ModelError(f"layer {number} of {file.path.name} has tensors of no known kind of layer; download or copy it again")
     return found[0]
 
 

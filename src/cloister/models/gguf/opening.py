@@ -130,14 +130,16 @@ def _find_stored(file: GGUFFile, architecture: Architecture, name: str, numbers:
         if stored in file.tensors:
             return source, stored
         places.append(stored)
-    raise ModelError(f"{file.path.name} lacks the tensor {places[0]!r} that its metadata asks for; download it again")
+    raise ModelError(f"{file.path.name} lacks the tensor {places[0]!r} that its metadata asks for; download or copy it again")
 
 
 def _compute(file: GGUFFile, recipe: TensorRecipe, parts: Sequence[str], shape: Shape, layer: LayerSpec) -> StoredMatrix:
     """Returns a tensor that is computed from parts when it is read."""
     for part in parts:
         if part not in file.tensors:
-            raise ModelError(f"{file.path.name} lacks the tensor {part!r} that its metadata asks for; download it again")
+            raise ModelError(
+                f"{file.path.name} lacks the tensor {part!r} that its metadata asks for; download or copy it again"
+            )
     found = [file.tensors[part].shape for part in parts]
     fits = found == recipe.shapes(layer) if recipe.shapes else sum(map(math.prod, found)) == math.prod(shape)
     if not fits:
@@ -147,7 +149,9 @@ def _compute(file: GGUFFile, recipe: TensorRecipe, parts: Sequence[str], shape: 
     def read() -> Tensor:
         computed = recipe.compute(layer, [dequantized(entry.read()) for entry in entries])
         if not np.isfinite(computed).all():
-            raise ModelError(f"tensor {parts[0]!r} in {file.path.name} has numbers without a meaning; download it again")
+            raise ModelError(
+                f"tensor {parts[0]!r} in {file.path.name} has numbers without a meaning; download or copy it again"
+            )
         return np.ascontiguousarray(computed.reshape(shape))
 
     return StoredMatrix(shape, lambda: None, read)

@@ -51,7 +51,9 @@ def _read_sparsity(fields: ConfigFields) -> dict[str, Any]:
 
 def _count_rows(file: GGUFFile, name: str) -> int:
     if name not in file.tensors:
-        raise ModelError(f"{file.path.name} lacks the tensor {name!r} that its architecture asks for; download it again")
+        raise ModelError(
+            f"{file.path.name} lacks the tensor {name!r} that its architecture asks for; download or copy it again"
+        )
     return file.tensors[name].shape[0]
 
 

@@ -263,7 +263,9 @@ class GGUFEntry:
 
     def _check_finite(self, *arrays: npt.NDArray[np.float32]) -> None:
         if not all(np.isfinite(array).all() for array in arrays):
-            raise ModelError(f"tensor {self.name!r} in {self.path.name} has a scale that is no number; download it again")
+            raise ModelError(
+                f"tensor {self.name!r} in {self.path.name} has a scale that is no number; download or copy it again"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +343,7 @@ def find_entry(
     if len(entry.shape) != 2 and isinstance(entry.type, BlockType):
         raise ModelError(f"tensor {name!r} in {file.path.name} is of type {entry.type.name}; only matrices may be quantised")
     if 0 in entry.shape or entry.shape[-1] % entry.type.block_size or entry.start + entry.num_bytes > file.size_bytes:
-        raise ModelError(f"{file.path.name} is damaged or cut short at the tensor {name!r}; download it again")
+        raise ModelError(f"{file.path.name} is damaged or cut short at the tensor {name!r}; download or copy it again")
     return entry
 
 

@@ -132,7 +132,7 @@ def take_part(
         shapes: shapes that it may have; none given allows any.
     """
     if stored not in found:
-        raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download it again")
+        raise ModelError(f"the checkpoint lacks the tensor {stored!r} of a quantised matrix; download or copy it again")
     entry = found.pop(stored)
     if entry.dtype not in dtypes:
         raise ModelError(f"tensor {stored!r} has the type {entry.dtype}; supported are: {', '.join(dtypes)}")

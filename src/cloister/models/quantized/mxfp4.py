@@ -50,7 +50,7 @@ class MXFP4Scheme:
             packed, exponents = cut_stack(blocks, expert, rows, False), cut_stack(scales, expert, rows, False)
             if np.any(exponents == _NOT_A_NUMBER):
                 raise ModelError(
-                    f"the checkpoint's tensor '{place.name}_scales' has a scale that is no number; download it again"
+                    f"the checkpoint's tensor '{place.name}_scales' has a scale that is no number; download or copy it again"
                 )
             halves = np.stack([packed & 15, packed >> 4], axis=-1)
             return _grouped(E2M1_CODES[halves].reshape(len(packed), -1), half_scales(exponents))

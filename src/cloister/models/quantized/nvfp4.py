@@ -130,7 +130,7 @@ def _assemble(codes: npt.NDArray[np.uint8], scales: npt.NDArray[Any], factor: np
     halves = np.stack([codes & 15, codes >> 4], axis=-1)
     numbers = decode_e4m3(scales.view(np.uint8))
     if np.isnan(numbers).any():
-        raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download it again")
+        raise ModelError(f"the checkpoint's tensor {name!r} has a scale that is no number; download or copy it again")
     numbers *= np.float32(0.5)
     return _grouped(E2M1_CODES[halves].reshape(len(codes), -1), numbers, np.full(len(codes), factor, np.float32))
 
@@ -157,7 +157,7 @@ def _read_factor(stored: npt.NDArray[np.float32], name: str, *, divides: bool) -
     with np.errstate(all="ignore"):  # what comes out is checked
         factor = np.float32(1) / factor if divides else factor
     if not np.isfinite(factor):
-        raise ModelError(f"the checkpoint's tensor {name!r} is no factor that weights could have; download it again")
+        raise ModelError(f"the checkpoint's tensor {name!r} is no factor that weights could have; download or copy it again")
     return factor
 
 

@@ -26,7 +26,7 @@ _LLAMACPP: Final = ("add_special", "parse_special", "with_pieces")
 
 
 MAX_SHOWN: Final = 2**17
-"""Tokens whose texts one reply shows; each takes up to 300 bytes until it is sent."""
+"""Tokens whose texts one reply shows; each takes up to 300 bytes until it is sent. `/detokenize` takes a context window too."""
 
 
 class TokenizeBody(Strict):
@@ -125,6 +125,9 @@ def detokenize(reader: PromptReader, raw: bytes) -> Detokenized:
     reader.find_adapter(body.model)
     if not all(token < reader.vocab_size for token in body.tokens):
         raise invalid(f"`tokens` has a token id that is not in [0, {reader.vocab_size}).", "tokens", "token_id_out_of_range")
+    most = max(MAX_SHOWN, reader.model.max_model_len)
+    if len(body.tokens) > most:
+        raise invalid(f"`tokens` may have at most {most} tokens; send parts of them.", "tokens", "invalid_value")
     text = reader.tokenizer.decode(body.tokens, skip_special_tokens=False)
     return Detokenized(prompt=text, content=text)
 

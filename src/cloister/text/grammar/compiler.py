@@ -68,8 +68,9 @@ class GrammarCompiler:
 WHITESPACE: Final = r"[ ]|\n[ ]{0,32}"
 """What may stand once between the parts of a JSON text. Without a bound, a model can write spaces until it is cut off."""
 
-LIMITS: Final = LLParserLimits(max_lexer_states=30_000, max_grammar_size=300_000, verbose_errors=False)
-"""Work of the library in one piece: it gives up by itself, after 20 ms of one mask or so. A state takes 1 to 2 KB."""
+LIMITS: Final = LLParserLimits(max_items_in_row=6_000, max_lexer_states=30_000, max_grammar_size=300_000, verbose_errors=False)
+"""Work of the library in one piece: it gives up by itself, after 20 ms of one mask or so. A state takes 1 to 2 KB. Each of
+1,000 optional properties (`schema.MAX_PROPERTIES`) takes 4 items of a row, and 5 where other names are free too."""
 
 
 def write_source(grammar: Grammar) -> str:
