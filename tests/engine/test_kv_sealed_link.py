@@ -369,9 +369,10 @@ class Closed:
 near, far = socket.socketpair()
 keys = locked_keys.LockedKeys()
 sys.meta_path.insert(0, Closed())
-shake = lambda sock, is_source: kv_sealed_link.SealedSocket.shake_hands(sock, keys, keys.put(b"s" * 32), 60.0, is_source=is_source)
-threading.Thread(target=lambda: shake(far, True).sendall(b"kv")).start()
-link = shake(near, False)
+shake = kv_sealed_link.SealedSocket.shake_hands
+secret = keys.put(b"s" * 32)
+threading.Thread(target=lambda: shake(far, keys, secret, 60.0, is_source=True).sendall(b"kv")).start()
+link = shake(near, keys, secret, 60.0, is_source=False)
 got = bytearray(2)
 link.recv_into(got)
 print(got.decode())

@@ -166,8 +166,8 @@ def _receive_plain(sock: socket.socket, num_bytes: int, deadline_s: float) -> by
 
 
 def _load_ciphers() -> None:
-    """Does once what connections do: the library imports parts of itself at first use, and an engine of a sealed node may import
-    nothing once it is locked down."""
+    """Does once what connections do: the library imports parts of itself at first use, and an engine of a sealed node may
+    import nothing once it is locked down."""
     private = X25519PrivateKey.generate()
     public = X25519PublicKey.from_public_bytes(private.public_key().public_bytes_raw())
     cipher = AESGCM(HKDF(hashes.SHA256(), KEY_BYTES, b"salt", _LABEL).derive(private.exchange(public)))
