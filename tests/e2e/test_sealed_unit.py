@@ -76,11 +76,12 @@ def test_engines_of_a_unit_answer_as_one_and_each_of_them_is_drawn(node: Node, a
     assert len(before_s) == NUM_ENGINES
     for _ in range(10):
         assert ask_all(node) == answers
-        if all(used_s(pid) - earlier_s > 0.05 for pid, earlier_s in before_s.items()):
+        if all(used_s(pid) - earlier_s > 0.02 for pid, earlier_s in before_s.items()):
             break
     else:
         pytest.fail("an engine got nothing in ten times")
-    assert "KV" not in node.printed.partition("Serving on")[2]  # all that was asked for has come
+    said = node.printed.partition("Serving on")[2]
+    assert not any(word in said for word in ("KV", "Error", "Traceback")), said  # all KV that was asked for has come
 
 
 def test_accepted_requests_survive_the_death_of_an_engine_with_the_same_tokens(node: Node, answers: list[str]) -> None:

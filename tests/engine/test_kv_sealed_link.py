@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -354,6 +356,33 @@ def test_a_connection_without_the_secret_opens_nothing() -> None:
         source.sendall(b"kv")
         with pytest.raises(KVLinkError, match="not sealed by the engine"):
             receive(asker, 2)
+
+
+LOCKED = """
+import sys, socket, threading
+from cloister.engine import kv_sealed_link, locked_keys
+
+class Closed:
+    def find_spec(self, name, *_):
+        raise ModuleNotFoundError(name)
+
+near, far = socket.socketpair()
+keys = locked_keys.LockedKeys()
+sys.meta_path.insert(0, Closed())
+shake = kv_sealed_link.SealedSocket.shake_hands
+secret = keys.put(b"s" * 32)
+threading.Thread(target=lambda: shake(far, keys, secret, 60.0, is_source=True).sendall(b"kv")).start()
+link = shake(near, keys, secret, 60.0, is_source=False)
+got = bytearray(2)
+link.recv_into(got)
+print(got.decode())
+"""
+
+
+def test_an_engine_that_may_import_nothing_more_has_all_that_a_link_needs() -> None:
+    """Engines of a sealed node are locked down before their first connection."""
+    done = subprocess.run([sys.executable, "-c", LOCKED], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "kv\n", done.stderr
 
 
 def test_an_engine_knows_only_those_to_whom_its_front_has_introduced_it() -> None:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, ClassVar, Final
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.engine.kv_frames import KVInbox, KVLinkError, KVOutbox, KVPeerGoneError, StreamPath, time_left
@@ -27,7 +28,6 @@ from cloister.types.errors import ConfigError
 
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer, WriteableBuffer
-    from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 RECORD_BYTES: Final = 2**18
 """Largest content of a record: what was sealed is still in the processor's cache when it is sent."""
@@ -163,6 +163,19 @@ def _receive_plain(sock: socket.socket, num_bytes: int, deadline_s: float) -> by
             raise KVPeerGoneError("the peer has left")
         filled += got
     return buffer
+
+
+def _load_ciphers() -> None:
+    """Does once what connections do: the library imports parts of itself at first use, and an engine of a sealed node may
+    import nothing once it is locked down."""
+    private = X25519PrivateKey.generate()
+    public = X25519PublicKey.from_public_bytes(private.public_key().public_bytes_raw())
+    cipher = AESGCM(HKDF(hashes.SHA256(), KEY_BYTES, b"salt", _LABEL).derive(private.exchange(public)))
+    with contextlib.suppress(InvalidTag):
+        cipher.decrypt(_NONCE.pack(0, 1), cipher.encrypt(_NONCE.pack(0, 0), b"", b""), b"")
+
+
+_load_ciphers()
 
 
 class SealedTransport:
