@@ -15,34 +15,34 @@ from typing import Final
 from cloister.types.request import Grammar, GrammarKind
 
 
-class Rule:
+class AnswerRule:
     """What a text may be. There is one object of each rule, so that they compare by identity."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Bytes(Rule):
+class _Bytes(AnswerRule):
     allowed: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Pair(Rule):
-    first: Rule
-    then: Rule
+class _Pair(AnswerRule):
+    first: AnswerRule
+    then: AnswerRule
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Either(Rule):
-    either: frozenset[Rule]
+class _Either(AnswerRule):
+    either: frozenset[AnswerRule]
 
 
 @dataclass(frozen=True, eq=False, slots=True)
-class _Named(Rule):
+class _Named(AnswerRule):
     name: str
 
 
-NEVER: Final = Rule()
+NEVER: Final = AnswerRule()
 """No text."""
-NOTHING: Final = Rule()
+NOTHING: Final = AnswerRule()
 """The empty text."""
 _one_of: Final = cache(_Bytes)
 _pair: Final = cache(_Pair)
@@ -50,17 +50,17 @@ _either: Final = cache(_Either)
 _named: Final = cache(_Named)
 
 
-def one_of(letters: str) -> Rule:
+def one_of(letters: str) -> AnswerRule:
     """Returns the rule of one of these letters, which are ASCII."""
     return _one_of(frozenset(letters.encode()))
 
 
-def text(letters: str) -> Rule:
+def text(letters: str) -> AnswerRule:
     """Returns the rule of a text."""
     return in_turn(*map(one_of, letters))
 
 
-def in_turn(*rules: Rule) -> Rule:
+def in_turn(*rules: AnswerRule) -> AnswerRule:
     """Returns the rule of texts one after the other."""
     rule = NOTHING
     for first in reversed(rules):
@@ -70,16 +70,16 @@ def in_turn(*rules: Rule) -> Rule:
     return rule
 
 
-def either(*rules: Rule) -> Rule:
+def either(*rules: AnswerRule) -> AnswerRule:
     """Returns the rule of any of these."""
-    found: set[Rule] = set()
+    found: set[AnswerRule] = set()
     for rule in rules:
         found |= rule.either if isinstance(rule, _Either) else {rule}
     found -= {NEVER}
     return NEVER if not found else next(iter(found)) if len(found) == 1 else _either(frozenset(found))
 
 
-def repeated(rule: Rule, least: int, most: int) -> Rule:
+def repeated(rule: AnswerRule, least: int, most: int) -> AnswerRule:
     """Returns the rule of `least` to `most` such texts."""
     tail = NOTHING
     for number in range(most, 0, -1):
@@ -88,7 +88,7 @@ def repeated(rule: Rule, least: int, most: int) -> Rule:
 
 
 @cache
-def may_end(rule: Rule) -> bool:
+def may_end(rule: AnswerRule) -> bool:
     """Whether the empty text follows the rule."""
     match rule:
         case _Pair(first, then):
@@ -102,7 +102,7 @@ def may_end(rule: Rule) -> bool:
 
 
 @cache
-def find_next(rule: Rule) -> frozenset[int]:
+def find_next(rule: AnswerRule) -> frozenset[int]:
     """Returns the bytes with which a text of the rule may begin."""
     match rule:
         case _Bytes(allowed):
@@ -118,7 +118,7 @@ def find_next(rule: Rule) -> frozenset[int]:
 
 
 @cache
-def derive(rule: Rule, byte: int) -> Rule:
+def derive(rule: AnswerRule, byte: int) -> AnswerRule:
     """Returns the rule of what may follow a byte."""
     match rule:
         case _Bytes(allowed):
@@ -134,12 +134,12 @@ def derive(rule: Rule, byte: int) -> Rule:
             return NEVER
 
 
-def _write_nested() -> Rule:
+def _write_nested() -> AnswerRule:
     inner = _named("nested")
     return either(in_turn(text("("), inner, text(")")), in_turn(text("["), inner, inner, text("]")), one_of("abc"))
 
 
-_NAMED: Final[Mapping[str, Callable[[], Rule]]] = {"nested": cache(_write_nested)}
+_NAMED: Final[Mapping[str, Callable[[], AnswerRule]]] = {"nested": cache(_write_nested)}
 """Rules that have themselves as a part."""
 
 
@@ -149,7 +149,7 @@ class KnownGrammar:
 
     kind: GrammarKind
     source: str
-    rule: Rule
+    rule: AnswerRule
 
     def write(self) -> Grammar:
         """Returns the grammar of one request: engines tell grammars apart by the object."""
@@ -170,12 +170,12 @@ _GAP: Final = either(NOTHING, text(" "), in_turn(text("\n"), repeated(text(" "),
 """What may stand between the parts of a JSON text."""
 
 
-def _part(rule: Rule) -> Rule:
+def _part(rule: AnswerRule) -> AnswerRule:
     """Returns the rule of a part of a JSON text and the gap before it."""
     return in_turn(_GAP, rule)
 
 
-def _write_object() -> Rule:
+def _write_object() -> AnswerRule:
     word = either(text('"bad"'), text('"bag"'))
     item = either(text("true"), text("false"))
     items = in_turn(_part(item), repeated(in_turn(_part(text(",")), _part(item)), 1, 6))

@@ -129,7 +129,7 @@ class HistoryProgram(Program):
         slots[where, 0] = np.add(tokens, 1)
         slots[where, 1] = positions if not adapter else positions + np.int64(adapter * _ADAPTER)
 
-    def _read(self, table: IntArray, length: int, adapter: int) -> HistoryArray:
+    def _read(self, table: IntArray, length: int, adapter: int = 0) -> HistoryArray:
         slots = self.slots[table[: -(-length // self.block_size)]].reshape(-1, 2)[:length]
         if not slots[:, 0].all():
             raise WrongSlotError("a slot is read that was never written, or was wiped")

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from cloister.backends.base import SAMPLING_METADATA
 from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, are_alike, has_wrong_prompt
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
-from cloister.cluster.virtual.grammars import GRAMMARS, Rule, derive, find_next, may_end
+from cloister.cluster.virtual.grammars import GRAMMARS, AnswerRule, derive, find_next, may_end
 from cloister.cluster.virtual.history_program import FloatArray, prefix_logits, salt_of
 from cloister.cluster.virtual.scenario import Job
 from cloister.executor.sampling import Sampler
@@ -94,7 +94,7 @@ def _process(logits: FloatArray, given: Sequence[int], answer: JobAnswer) -> Flo
 
 
 @cache
-def _allow(rule: Rule, *, ends: bool) -> npt.NDArray[np.bool_]:
+def _allow(rule: AnswerRule, *, ends: bool) -> npt.NDArray[np.bool_]:
     """Returns which tokens may follow, [VOCAB_SIZE]."""
     allowed = np.zeros(VOCAB_SIZE, np.bool_)
     allowed[list(find_next(rule))] = True
