@@ -266,9 +266,7 @@ def main() -> int:
     trace.add_argument("--max-replicas", type=int, default=4)
     trace.add_argument("--up", type=float, default=1.0)
     trace.add_argument("--down", type=float, default=30.0)
-    trace.add_argument(
-        "--starts", type=float, nargs="+", default=(0.1, 5.0), help="seconds that an engine takes to start, up to 5"
-    )
+    trace.add_argument("--starts", type=float, nargs="+", default=(0.1, 5.0), help="start of an engine, up to 5 s")
     given = parser.parse_args()
     if given.verb == "trace":
         report_trace(given)
