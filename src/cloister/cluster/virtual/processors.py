@@ -74,7 +74,7 @@ class Processors:
         await done
 
     def _speeds(self) -> list[tuple[_Runs, float]]:
-        """Returns the share of a core that a thread of each niceness has. What those leave that have a whole one is for others."""
+        """Returns the share of a core that a thread of each niceness has; what those with a whole one leave is for others."""
         speeds = []
         free = float(self._num_cores)
         left = sorted((runs for runs in self._runs.values() if runs.due), key=lambda runs: -runs.weight)
