@@ -247,7 +247,8 @@ class RequestClient(ABC):
         """Ends a request whose deadline the engine failed to enforce."""
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
-        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended.
+        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended. Outputs
+        of one sequence that were not read in time are yielded as one (`SequenceOutput.join`).
 
         Closing the iterator early aborts the request; its blocks become free at the next step. Every sequence's last output
         carries a finish reason, errors included: the iterator itself raises only before the first output.
