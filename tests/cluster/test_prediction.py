@@ -112,6 +112,28 @@ def test_cores_are_shared_equally_and_each_thread_has_one_at_most() -> None:
     assert run_virtually(drive()) == pytest.approx([4.0, 5.0, 3.0, 3.0])
 
 
+def test_cores_are_shared_by_niceness_and_what_one_leaves_is_for_others() -> None:
+    async def drive(num_cores: int) -> list[float]:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        processors = Processors(num_cores, loop.clock)
+        ends = [0.0, 0.0, 0.0]
+
+        async def work(number: int, niceness: int, work_s: float) -> None:
+            await processors.run(work_s, niceness)
+            ends[number] = loop.time()
+
+        await asyncio.gather(work(0, 0, 1.0), work(1, 5, 1.0), work(2, 5, 1.0))
+        return ends
+
+    # two cores: the first would get more than one, has one, and leaves one to both others
+    assert run_virtually(drive(2)) == pytest.approx([1.0, 1.5, 1.5])
+    # one core: shares of 1 and twice 1.25**-5 of what all weigh
+    weight = 1.25**-5
+    first_s = 1 + 2 * weight
+    assert run_virtually(drive(1)) == pytest.approx([first_s, 3.0, 3.0])
+
+
 NUM_ENTRIES = 500 // 16
 
 

@@ -56,13 +56,19 @@ def test_following_gives_the_same_outputs_as_generating(model_path: Path) -> Non
         await asyncio.gather(*(engine.follow(r, followed[r.request_id].append) for r in requests))
         for request in requests:
             again = make_request(request.token_ids, max_tokens=request.sampling.max_tokens, n=request.sampling.n)
-            assert sorted(map(_essence, followed[request.request_id])) == sorted(map(_essence, await answer(engine, again)))
+            generated = await answer(engine, again)
+            for index in range(request.sampling.n):
+                pieces = [output for output in followed[request.request_id] if output.index == index]
+                assert len(pieces) == request.sampling.max_tokens, "a follower gets each step's output by itself"
+                assert _whole(pieces) == _whole([output for output in generated if output.index == index])
 
     run(make_replica(model_path).core, model_path, work)
 
 
-def _essence(output: SequenceOutput) -> tuple[int, int, str, list[int], str]:
-    return output.index, output.num_output_tokens, output.text, output.token_ids, str(output.finish_reason)
+def _whole(pieces: list[SequenceOutput]) -> tuple[str, list[int], list[str], int]:
+    """Returns all of an answer: its pieces may be joined where a task was slow to read them."""
+    reasons = [str(each.finish_reason) for each in pieces if each.finish_reason is not None]
+    return "".join(each.text for each in pieces), token_ids(pieces), reasons, pieces[-1].num_output_tokens
 
 
 def test_a_follower_that_fails_ends_its_request_and_no_other(model_path: Path) -> None:

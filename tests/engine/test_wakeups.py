@@ -120,11 +120,13 @@ def test_what_a_task_has_not_read_yet_becomes_one_piece() -> None:
     said = [
         [part(request, "ab", num_output_tokens=2)],
         [part(request, "c", num_output_tokens=3)],
-        [end(request, num_output_tokens=3)],
+        [part(request, "de", num_output_tokens=5)],
+        [end(request, num_output_tokens=5)],
     ]
-    [read] = read_late(said, request)
-    assert (read.text, read.token_ids, read.num_output_tokens) == ("abc", [ord("b"), ord("b"), ord("c")], 3)
-    assert read.finish_reason is FinishReason.LENGTH
+    first, rest, last = read_late(said, request)
+    assert (first.text, first.num_output_tokens) == ("ab", 2), "a first token waits for no other"
+    assert (rest.text, rest.token_ids, rest.num_output_tokens) == ("cde", [ord("c"), ord("e"), ord("e")], 5)
+    assert (last.text, last.finish_reason) == ("", FinishReason.LENGTH)
 
 
 def test_pieces_of_two_answers_and_those_with_more_than_text_stay_apart() -> None:

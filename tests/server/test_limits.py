@@ -244,7 +244,7 @@ def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, mo
     read = threading.Event()
     monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(5) and [1])
     with serving_script(model_path, engine, prepare_timeout_s=0.1) as server:
-        reply = httpx.post(f"{server.url}/v1/completions", json=BODY)
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY | {"logit_bias": {"1": 1}})  # in a thread: not plain
         read.set()
     assert reply.status_code == 503
     assert reply.json()["error"]["code"] == "overloaded"

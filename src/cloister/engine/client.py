@@ -135,24 +135,25 @@ class _Mailbox:
     fewer and longer pieces, and does not fall behind.
     """
 
-    __slots__ = ("_is_begun", "_items", "_loop", "_waiter", "_wakeups")
+    __slots__ = ("_items", "_loop", "_num_kept", "_waiter", "_wakeups")
 
     def __init__(self, wakeups: _Wakeups) -> None:
         self._items: deque[SequenceOutput] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._wakeups = wakeups
         self._loop = asyncio.get_running_loop()
-        self._is_begun = False
+        self._num_kept = 0
 
     def put(self, output: SequenceOutput) -> None:
-        if self._items and (joined := self._items[-1].join(output)) is not None:
+        # not with the first output, which is to come soon
+        if self._items and self._num_kept > 1 and (joined := self._items[-1].join(output)) is not None:
             self._items[-1] = joined
             return  # its task has been woken, and has not come to read yet
         self._items.append(output)
+        self._num_kept += 1
         waiter, self._waiter = self._waiter, None
         if waiter is not None and not waiter.done():
-            self._wakeups.add(waiter, is_first=not self._is_begun)
-        self._is_begun = True
+            self._wakeups.add(waiter, is_first=self._num_kept == 1)
 
     async def get(self) -> SequenceOutput:
         while not self._items:
@@ -249,7 +250,8 @@ class RequestClient(ABC):
         """Ends a request whose deadline the engine failed to enforce."""
 
     async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
-        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended.
+        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended. Outputs
+        of one sequence that were not read in time are yielded as one (`SequenceOutput.join`).
 
         Closing the iterator early aborts the request; its blocks become free at the next step. Every sequence's last output
         carries a finish reason, errors included: the iterator itself raises only before the first output.

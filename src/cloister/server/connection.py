@@ -35,7 +35,7 @@ MAX_LINGERING: Final = 128
 asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
-class Reply(RequestResponseCycle):
+class StreamedReply(RequestResponseCycle):
     """A reply whose pieces are framed here: those of a stream are many and small, and h11 takes several microseconds for each.
 
     Only pieces of a chunked body (RFC 9112, 7.1) whose reply goes on; h11, which has no state of them, does the rest.
@@ -61,7 +61,7 @@ class Reply(RequestResponseCycle):
             await super().send(message)
 
 
-h11_impl.RequestResponseCycle = Reply  # type: ignore[misc]  # uvicorn has no setting for it
+h11_impl.RequestResponseCycle = StreamedReply  # type: ignore[misc]  # uvicorn has no setting for it
 
 
 class Connection(H11Protocol):

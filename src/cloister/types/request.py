@@ -262,8 +262,8 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
 
     def join(self, later: SequenceOutput) -> SequenceOutput | None:
         """Returns this output and the next one of its request as one; None if they must stay two: they are of two sequences, or
-        have more than text, or the answer breaks off with an error, before which clients get the text."""
-        if self.index != later.index or later.error is not None or self.finish_reason is not None:
+        have more than text, or one is the end of its sequence."""
+        if self.index != later.index or self.finish_reason is not None or later.finish_reason is not None:
             return None
         if any(part is not None for part in (self.logprobs, self.prompt_logprobs, later.logprobs, later.prompt_logprobs)):
             return None
@@ -272,12 +272,9 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
             index=self.index,
             text=self.text + later.text,
             token_ids=self.token_ids + later.token_ids,
-            finish_reason=later.finish_reason,
-            stop_reason=later.stop_reason,
             num_prompt_tokens=max(self.num_prompt_tokens, later.num_prompt_tokens),
             num_output_tokens=later.num_output_tokens,
             num_cached_tokens=max(self.num_cached_tokens, later.num_cached_tokens),
-            embedding=later.embedding,
         )
 
 

@@ -1,16 +1,18 @@
-"""The cores of a machine on which engines, their front and its clients compute: who is runnable shares them equally."""
+"""The cores of a machine on which engines, their front and its clients compute: who is runnable shares them, by niceness."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Final
 
 from cloister.types.clock import Clock
 
 _ROUNDING_S: Final = 1e-9
+_WEIGHT_STEP: Final = 1.25
+"""Linux gives a thread this many times the weight for each step of niceness that it has less (`sched_prio_to_weight`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,9 +31,25 @@ class FrontCosts:
 FREE: Final = FrontCosts()
 
 
+@dataclass(slots=True, eq=False)
+class _Runs:
+    """The runs of threads of one niceness, which are equally fast.
+
+    Attributes:
+        weight: of each.
+        each_s: processor time that a thread got which has always been runnable.
+        due: (`each_s` at its end, order of its beginning, its end) of each.
+    """
+
+    weight: float
+    each_s: float = 0.0
+    due: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
+
+
 class Processors:
-    """Cores that all runnable threads share equally (processor sharing, Kleinrock 1967): each has one core at most, and where
-    more are runnable than there are cores, all become slower. A scheduler with short time slices comes close to it.
+    """Cores that all runnable threads share by weight (generalised processor sharing, Parekh and Gallager 1993): each has one
+    core at most, and where more are runnable than there are cores, they become slower. A scheduler with short time slices comes
+    close to it.
 
     Args:
         num_cores: at least one.
@@ -40,28 +58,37 @@ class Processors:
     def __init__(self, num_cores: int, clock: Clock) -> None:
         self._num_cores = num_cores
         self._clock = clock
-        self._each_s = 0.0  # the processor time that a thread got which has always been runnable
         self._since_s = clock.now()
-        self._due: list[tuple[float, int, asyncio.Future[None]]] = []
+        self._runs: dict[int, _Runs] = {}
         self._num_runs = 0
         self._timer: asyncio.TimerHandle | None = None
 
-    async def run(self, work_s: float) -> None:
-        """Returns when the calling thread has had so many seconds of a core."""
+    async def run(self, work_s: float, niceness: int = 0) -> None:
+        """Returns when the calling thread, which has this niceness, has had so many seconds of a core."""
         self._advance()
         self._num_runs += 1
         done = asyncio.get_running_loop().create_future()
-        heappush(self._due, (self._each_s + work_s, self._num_runs, done))
+        runs = self._runs.setdefault(niceness, _Runs(_WEIGHT_STEP**-niceness))
+        heappush(runs.due, (runs.each_s + work_s, self._num_runs, done))
         self._plan()
         await done
 
-    @property
-    def _speed(self) -> float:
-        return min(1.0, self._num_cores / max(1, len(self._due)))
+    def _speeds(self) -> list[tuple[_Runs, float]]:
+        """Returns the share of a core that a thread of each niceness has; what those with a whole one leave is for others."""
+        speeds = []
+        free = float(self._num_cores)
+        left = sorted((runs for runs in self._runs.values() if runs.due), key=lambda runs: -runs.weight)
+        while left:
+            runs = left.pop(0)
+            share = free * runs.weight / (len(runs.due) * runs.weight + sum(len(each.due) * each.weight for each in left))
+            speeds.append((runs, min(1.0, share)))
+            free -= len(runs.due) * speeds[-1][1]
+        return speeds
 
     def _advance(self) -> None:
         now_s = self._clock.now()
-        self._each_s += (now_s - self._since_s) * self._speed
+        for runs, speed in self._speeds():
+            runs.each_s += (now_s - self._since_s) * speed
         self._since_s = now_s
 
     def _plan(self) -> None:
@@ -69,16 +96,17 @@ class Processors:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if self._due:
-            wait_s = max(0.0, self._due[0][0] - self._each_s) / self._speed
-            self._timer = asyncio.get_running_loop().call_later(wait_s, self._finish)
+        waits_s = [max(0.0, runs.due[0][0] - runs.each_s) / speed for runs, speed in self._speeds()]
+        if waits_s:
+            self._timer = asyncio.get_running_loop().call_later(min(waits_s), self._finish)
 
     def _finish(self) -> None:
         self._advance()
-        while self._due and self._due[0][0] <= self._each_s + _ROUNDING_S:
-            done = heappop(self._due)[2]
-            if not done.done():  # else its thread has ended
-                done.set_result(None)
+        for runs in self._runs.values():
+            while runs.due and runs.due[0][0] <= runs.each_s + _ROUNDING_S:
+                done = heappop(runs.due)[2]
+                if not done.done():  # else its thread has ended
+                    done.set_result(None)
         self._plan()
 
 

@@ -13,6 +13,7 @@ from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.processors import Processors
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
+from cloister.engine.engine_process import NICENESS
 from cloister.kv import KVFormat
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, CancelPrefetch, EngineMessage, Outputs, Ready
@@ -142,7 +143,7 @@ class VirtualProcess:
             outputs = core.step(lambda early, link=link: self._send(link, early))  # type: ignore[misc]
             if clock.ahead_s:
                 took_s, clock.ahead_s = clock.ahead_s, 0.0
-                await (asyncio.sleep(took_s) if self._processors is None else self._processors.run(took_s))
+                await (asyncio.sleep(took_s) if self._processors is None else self._processors.run(took_s, NICENESS))
             if outputs is not None:
                 self._send(link, outputs)
             elif core.is_done:
