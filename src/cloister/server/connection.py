@@ -11,9 +11,7 @@ from typing import Final
 
 import h11
 import uvicorn
-from uvicorn._types import ASGISendEvent
-from uvicorn.protocols.http import h11_impl
-from uvicorn.protocols.http.h11_impl import H11Protocol, RequestResponseCycle
+from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
@@ -33,35 +31,6 @@ MAX_LINGERING: Final = 128
 """Maximum number of lingering refused connections; further ones are closed without a reply."""
 
 asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
-
-
-class StreamedReply(RequestResponseCycle):
-    """A reply whose pieces are framed here: those of a stream are many and small, and h11 takes several microseconds for each.
-
-    Only pieces of a chunked body (RFC 9112, 7.1) whose reply goes on; h11, which has no state of them, does the rest.
-    """
-
-    _is_chunked = False
-
-    async def send(self, message: ASGISendEvent) -> None:
-        if message["type"] == "http.response.start":
-            await super().send(message)
-            names = {name.lower() for name, _ in message.get("headers", ())}
-            is_whole = self.scope["http_version"] == "1.1" and self.scope["method"] != "HEAD" and message["status"] == 200
-            self._is_chunked = is_whole and names.isdisjoint((b"content-length", b"transfer-encoding"))
-        elif (
-            self._is_chunked
-            and message["type"] == "http.response.body"
-            and message.get("more_body", False)
-            and not (self.flow.write_paused or self.disconnected or self.response_complete)
-        ):
-            if body := message.get("body", b""):  # an empty chunk would end the body
-                self.transport.write(b"%x\r\n%b\r\n" % (len(body), body))
-        else:
-            await super().send(message)
-
-
-h11_impl.RequestResponseCycle = StreamedReply  # type: ignore[misc]  # uvicorn has no setting for it
 
 
 class Connection(H11Protocol):
