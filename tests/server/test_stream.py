@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import socket
 
 import pytest
 
 from cloister.server.answers import ChatChunk, ChatChunkChoice, ChatDelta
 from cloister.server.stream import EventTemplate, events
-from tests.server.running_server import MODEL
 
 
 def chunk(text: str) -> ChatChunk:
@@ -27,18 +25,3 @@ def test_a_filled_template_is_the_encoded_chunk(text):
 def test_a_template_needs_exactly_one_place_for_its_text():
     with pytest.raises(ValueError, match="unpack"):
         EventTemplate(lambda text: {"text": [text, text]})
-
-
-def stream_raw(url: str, version: str, method: str = "POST") -> bytes:
-    """Returns all bytes of a reply to a streamed request, whose connection closes behind it."""
-    host, port = url.removeprefix("http://").split(":")
-    body = json.dumps({"model": MODEL, "prompt": "x", "stream": True}).encode()
-    head = (
-        f"{method} /v1/completions HTTP/{version}\r\nHost: localhost\r\nConnection: close\r\nContent-Type: application/json\r\n"
-    )
-    said = b""
-    with socket.create_connection((host, int(port)), timeout=60) as connection:
-        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
-        while part := connection.recv(65536):
-            said += part
-    return said
