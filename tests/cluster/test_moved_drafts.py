@@ -37,7 +37,7 @@ async def answer_moving(cluster: ReplicaSet, answers: list[Answer]) -> None:
     async def move(one: Answer) -> None:
         name = one.request.request_id
         while one.finish_reason is None:
-            place = cluster._places.get(name)
+            place = cluster._moves.places.get(name)
             if not one.token_ids or place is None or not await cluster.migrate(name, 1 - place):
                 await asyncio.sleep(PAUSE_S)
 

@@ -382,13 +382,13 @@ def test_a_replica_says_that_it_is_slow_or_drained_and_what_an_operator_did_coun
 
 def test_a_slow_replica_that_stands_by_does_not_let_the_last_one_be_drained(model_path: Path) -> None:
     engines = Engines(model_path, "least_load")
-    engines.client._draining.add(2)
-    engines.client._standby.add(1)
+    engines.client._states.draining.add(2)
+    engines.client._states.standby.add(1)
     engines.client.check_drain(0)  # replica 1 takes its place
-    engines.client._speeds._speeds[1].is_slow = True
+    engines.client._states.speeds._speeds[1].is_slow = True
     with pytest.raises(InvalidRequestError, match="replica 1 stands by and is slow, replica 2 is drained; return a"):
         engines.client.check_drain(0)
-    engines.client._standby.clear()
+    engines.client._states.standby.clear()
     engines.client.check_drain(0)  # one that is slow serves if no other one is left
 
 

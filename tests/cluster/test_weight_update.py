@@ -231,12 +231,12 @@ def test_the_count_of_requests_that_a_replica_was_given_goes_on_over_its_engines
             assert sum(counts) == 4
             other = in_thread(model_path, make_core(model_path))
             await other.start()
-            old = replicas.put_client(0, other)
+            old = replicas._updates.put_client(0, other)
             assert [snapshot.num_routed for snapshot in replicas.snapshots()] == counts
             begun = [begin(replicas, f"then {number}", 5) for number in range(4)]
             await until(lambda: all(one.ends for one in begun))
             assert sum(snapshot.num_routed for snapshot in replicas.snapshots()) == 8
-            await replicas.put_client(0, old).drain(0.0)  # as an update that is undone
+            await replicas._updates.put_client(0, old).drain(0.0)  # as an update that is undone
             assert sum(snapshot.num_routed for snapshot in replicas.snapshots()) == 8
 
     asyncio.run(main())

@@ -15,7 +15,7 @@ import pytest
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import kv_unit
 from cloister.engine.kv_frames import KVLinkError
-from cloister.engine.kv_sealed_link import SealedSocket, SealedTransport
+from cloister.engine.kv_sealed_link import SealedKVTransport, SealedSocket
 from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.kv_transports import KV_TRANSPORTS
 from cloister.engine.kv_unit import KVUnit, UnitListener, UnitPeers, UnitSeat
@@ -32,7 +32,7 @@ class UnitPeer(Peer):
     """An engine of a sealed node, whose steps the test makes."""
 
     def __init__(self, tokenizer: Tokenizer, unit: KVUnit, index: int, secret: bytes | None = None) -> None:
-        self.transport = SealedTransport(secret or unit.secret, UnitSeat(index), *unit.admit(index))
+        self.transport = SealedKVTransport(secret or unit.secret, UnitSeat(index), *unit.admit(index))
         super().__init__(tokenizer, setting="unix")
         self.links.close()
         make = lambda form: KVSocketLinks("sealed", form, secret or unit.secret, {"sealed": self.transport})  # noqa: E731

@@ -639,7 +639,7 @@ def test_a_connection_that_is_cancelled_says_no_word_without_its_keys() -> None:
 
 
 def test_every_transport_says_what_it_endangers() -> None:
-    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls", "mooncake"]
+    assert [name for name, _ in KV_TRANSPORTS] == ["shm", "unix", "tls", "mooncake", "sealed"]
     assert all(threat.mitigations for _, threat in KV_TRANSPORTS)
 
 

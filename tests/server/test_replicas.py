@@ -20,6 +20,7 @@ from jsonschema import Draft202012Validator
 
 from cloister.cli import cluster, main
 from cloister.cluster import ROUTERS, ReplicaSet
+from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
@@ -108,8 +109,8 @@ def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> N
 
 @pytest.mark.parametrize("state", ["stalled", "lost", "starting", "suspicious"])
 def test_the_last_replica_that_is_well_is_not_drained(two: RunningServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ReplicaSet._state
-    monkeypatch.setattr(ReplicaSet, "_state", lambda self, index, is_so: state if index == 0 else own(self, index, is_so))
+    own = ReplicaStates._state
+    monkeypatch.setattr(ReplicaStates, "_state", lambda self, index, is_so: state if index == 0 else own(self, index, is_so))
     error = check_error(httpx.post(f"{two.url}{PATH}/1/drain"), 400)
     assert f"replica 0 is {state}" in error["message"]
     assert [each["state"] for each in list_replicas(two)] == [state, "running"]
@@ -118,9 +119,11 @@ def test_the_last_replica_that_is_well_is_not_drained(two: RunningServer, state:
 
 
 def test_a_slow_or_an_idle_replica_may_be_left(two: RunningServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = ReplicaSet._state
+    own = ReplicaStates._state
     for state in ("slow", "idle"):
-        monkeypatch.setattr(ReplicaSet, "_state", lambda self, i, is_so, state=state: state if i == 0 else own(self, i, is_so))
+        monkeypatch.setattr(
+            ReplicaStates, "_state", lambda self, i, is_so, state=state: state if i == 0 else own(self, i, is_so)
+        )
         assert httpx.post(f"{two.url}{PATH}/1/drain").status_code == 200
         assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
 

@@ -124,7 +124,8 @@ class AsyncLLM:
         return (await self.generate([self.render(messages, tools)], sampling))[0]
 
     async def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncGenerator[SequenceOutput, None]:
-        """Yields what each step adds to the answer: a token, or several where drafts were accepted (`speculate`).
+        """Yields what each step adds to the answer: a token, or several where drafts were accepted (`speculate`) or
+        what came before was not read in time.
 
         Closing the iterator early gives the request up.
         """

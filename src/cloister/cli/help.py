@@ -252,7 +252,7 @@ CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "keys": "Make, list and remove API keys.",
         "policy": "What each privacy profile allows, mitigates and refuses.",
         "bench": "Measure an engine or a server, with real traces, the operators of a step, or a disk.",
-        "cluster": "Show, drain and return replicas; search for faults that they do not survive.",
+        "cluster": "Start, show, drain and return replicas; search for faults that they do not survive.",
         "plan": "Choose the roles of replicas for a load, predicted in virtual time.",
         "roofline": "Count every operator of a model, in prefill and in decode, and apply the roofline of a chip.",
     },

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
 from cloister.engine.client import EngineClient
 from cloister.types.errors import CloisterError, InvalidRequestError
@@ -20,11 +20,13 @@ class ReplicaAdapters:
     Attributes:
         are_fixed: none may be loaded or unloaded, because replicas get new engines.
         num_calls: loads and unloads that have not ended.
+        settle: waits until no engine is being added or removed; None if all run. None begins while there are calls.
     """
 
     def __init__(self, list_clients: Callable[[], Sequence[EngineClient]]) -> None:
         self.are_fixed = False
         self.num_calls = 0
+        self.settle: Callable[[], Awaitable[None]] | None = None
         self._list_clients = list_clients
 
     @property
@@ -39,9 +41,9 @@ class ReplicaAdapters:
     async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter into one replica after another; if one cannot load it, those before it unload it again."""
         self._check_free()
-        first, *others = self._list_clients()
         done: list[EngineClient] = []
-        with self._calling():
+        async with self._calling():
+            first, *others = self._list_clients()
             for replica in (*others, first):
                 try:
                     adapter = await replica.adapters.load(name, path)
@@ -54,7 +56,7 @@ class ReplicaAdapters:
     async def unload(self, name: str) -> None:
         """Unloads an adapter from every replica."""
         self._check_free()
-        with self._calling():
+        async with self._calling():
             await asyncio.gather(*(replica.adapters.unload(name) for replica in self._list_clients()))
 
     @property
@@ -62,10 +64,12 @@ class ReplicaAdapters:
         """Whether one is being loaded or unloaded, or shall go when its requests have ended."""
         return self.num_calls > 0 or any(client.adapters.is_changing for client in self._list_clients())
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    @contextlib.asynccontextmanager
+    async def _calling(self) -> AsyncIterator[None]:
         self.num_calls += 1
         try:
+            if self.settle is not None:
+                await self.settle()  # a call would start an engine again that ends
             yield
         finally:
             self.num_calls -= 1

@@ -62,11 +62,15 @@ class ReplicaScaling:
         """Asks the controller regularly, until it is cancelled."""
         while True:
             await asyncio.sleep(self._look_every_s)
-            if not (self._is_paused() or self._adapters.are_changing):
+            if not self._must_wait():
                 self._look(asyncio.get_running_loop().time())
 
+    def _must_wait(self) -> bool:
+        """Whether an update is under way, or adapters change."""
+        return self._is_paused() or self._adapters.are_changing
+
     async def settle(self) -> None:
-        """Waits until nothing is being added or removed: removals end early while an update is under way."""
+        """Waits until nothing is being added or removed: removals end early while an update is under way or adapters change."""
         ends_s = asyncio.get_running_loop().time() + START_TIMEOUT_S
         while (self._states.adding or self._states.removing) and asyncio.get_running_loop().time() < ends_s:
             await asyncio.sleep(SETTLE_S)
@@ -128,7 +132,7 @@ class ReplicaScaling:
         """Has the requests of a replica move or end. Returns False if it stays: some found no room, or it is needed."""
         states, loop = self._states, asyncio.get_running_loop()
         ends_s = loop.time() + DRAIN_REPLICA_S
-        while index in states.removing and not self._is_paused():
+        while index in states.removing and not self._must_wait():
             await self._drains.move_away(index)
             if not states.clients[index].num_requests:
                 return index in states.removing

@@ -152,6 +152,7 @@ class ReplicaSet(RequestClient):
             lambda: self._updates.is_running,
         )
         self._drains.add_first, self._updates.scaling = scaling.stand_in, scaling
+        self.adapters.settle = scaling.settle
         return scaling
 
     def _connect(self, index: int, replica: EngineClient) -> None:

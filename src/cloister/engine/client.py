@@ -101,10 +101,9 @@ class _Wakeups:
     the loop for milliseconds, in which no new request is read and no first token of another engine is passed on.
     """
 
-    __slots__ = ("_is_due", "_loop", "_waiters")
+    __slots__ = ("_is_due", "_waiters")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self) -> None:  # it may not refer to its loop, whose end ends it (`_wakeups`)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._is_due = False
 
@@ -116,7 +115,7 @@ class _Wakeups:
         self._waiters.append(waiter)
         if not self._is_due:
             self._is_due = True
-            self._loop.call_soon(self._wake)
+            waiter.get_loop().call_soon(self._wake)
 
     def _wake(self) -> None:
         for _ in range(min(WAKEUPS_A_TURN, len(self._waiters))):
@@ -125,7 +124,7 @@ class _Wakeups:
                 waiter.set_result(None)
         self._is_due = bool(self._waiters)
         if self._is_due:
-            self._loop.call_soon(self._wake)
+            self._waiters[0].get_loop().call_soon(self._wake)
 
 
 class _Mailbox:
@@ -167,7 +166,7 @@ _wakeups: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = WeakKeyDictio
 
 def _wakeups_of(loop: asyncio.AbstractEventLoop) -> _Wakeups:
     """Returns those of a loop: all clients of its engines share them."""
-    return _wakeups.get(loop) or _wakeups.setdefault(loop, _Wakeups(loop))
+    return _wakeups.get(loop) or _wakeups.setdefault(loop, _Wakeups())
 
 
 class RequestClient(ABC):

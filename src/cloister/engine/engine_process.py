@@ -94,9 +94,11 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
         return 1
     del boot, frame, kv_pool  # the secret of the pool lies in locked memory now
     core.freeze_gc_heap()
+    readers = [listening]
     if listener is not None:
-        threading.Thread(target=listener.run, name="cloister-channels", daemon=True).start()
-    lower_priority(NICENESS, but=(listening.native_id,))  # not before: a start should not wait for others
+        readers.append(threading.Thread(target=listener.run, name="cloister-channels", daemon=True))
+        readers[-1].start()
+    lower_priority(NICENESS, but=[reader.native_id for reader in readers])  # not before: a start should not wait for others
     send(Ready(core.model, core.memory, core.adapters.loaded, core.startup, core.kv_endpoint))
     try:
         core.run(send)
@@ -162,9 +164,9 @@ def _set_up_kv(
 
 
 def _make_sealed(secret: bytes, seat: UnitSeat, ends: Sequence[socket.socket]) -> KVTransport:
-    from cloister.engine.kv_sealed_link import SealedTransport  # only where it is used: it imports cryptography
+    from cloister.engine.kv_sealed_link import SealedKVTransport  # only where it is used: it imports cryptography
 
-    return SealedTransport(secret, seat, *ends)
+    return SealedKVTransport(secret, seat, *ends)
 
 
 def _open_tiers(core: EngineCore, config: EngineConfig, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool) -> None:

@@ -13,7 +13,7 @@ import contextlib
 import socket
 import struct
 import time
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
@@ -25,9 +25,6 @@ from cloister.engine.kv_frames import KVInbox, KVLinkError, KVOutbox, KVPeerGone
 from cloister.engine.kv_unit import SEALED, UnitListener, UnitPeers, UnitSeat, endpoint_of
 from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
 from cloister.types.errors import ConfigError
-
-if TYPE_CHECKING:
-    from _typeshed import ReadableBuffer, WriteableBuffer
 
 RECORD_BYTES: Final = 2**18
 """Largest content of a record: what was sealed is still in the processor's cache when it is sent."""
@@ -93,7 +90,7 @@ class SealedSocket(socket.socket):
         self._num_sent = self._num_received = 0
         self._opened = memoryview(b"")
 
-    def sendall(self, data: ReadableBuffer, flags: int = 0) -> None:
+    def sendall(self, data: Any, flags: int = 0) -> None:
         """Seals and sends."""
         content = memoryview(data).cast("B")
         for start in range(0, len(content), RECORD_BYTES):
@@ -103,7 +100,7 @@ class SealedSocket(socket.socket):
             self._num_sent += 1
             super().sendall(head + sealed)
 
-    def recv_into(self, buffer: WriteableBuffer, nbytes: int = 0, flags: int = 0) -> int:
+    def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Copies what was opened, after another record if there is nothing left of the last one. Returns 0 if the other side
         has left between two records.
 
@@ -178,7 +175,7 @@ def _load_ciphers() -> None:
 _load_ciphers()
 
 
-class SealedTransport:
+class SealedKVTransport:
     """Connections between the engines of one sealed node (protocol `engine.kv_transports.KVTransport`).
 
     Args:

@@ -481,7 +481,8 @@ class Scheduler:
                 level = level_of(sequence)
                 if level not in by_level:
                     by_level[level] = ([], [])
-                by_level[level][num_wanted > 1].append(sequence)
+                is_prefill = num_wanted > 1 or (self.kv_loads.loading and self.kv_loads.find_of(sequence) is not None)
+                by_level[level][bool(is_prefill)].append(sequence)
         for level in sorted(by_level):
             self._admit(step, before=level)
             step.enter(level)

@@ -26,7 +26,7 @@ from cloister.server.files.service import FileService
 from cloister.server.image_decoding import Decoding, DecodingProcess
 from cloister.server.image_fetching import ImageFetcher
 from cloister.server.images import ImageReader
-from cloister.server.logs import RequestLog
+from cloister.server.logs import RequestLog, public_error
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
@@ -251,7 +251,7 @@ def _routes(state: ServerState, extra: Sequence[RouteTable]) -> Starlette:
 
 async def _answer_error(_: Request, error: Exception) -> Response:
     assert isinstance(error, CloisterError)
-    return _reply(error if error.status != CloisterError.status else INTERNAL)
+    return _reply(public_error(error))
 
 
 async def _answer_http_exception(request: Request, error: Exception) -> Response:

@@ -12,7 +12,7 @@ from typing import Final
 from cloister.server.answers import Usage
 from cloister.server.jobs import GenerationJob, Numbered, Tally
 from cloister.text.answer_parser import AnswerParser
-from cloister.text.parts import CallEnded, Part, Text
+from cloister.text.parts import CallEnded, Part, Reasoning, Text
 from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs
 
 TOOL_CALLS: Final = "tool_calls"
@@ -64,11 +64,24 @@ class _Reader:
 
     def read(self, output: SequenceOutput, tally: Tally) -> Turn:
         is_end = output.finish_reason is not None
-        parts = self._parse(output.text, is_end)
-        if self._parser is not None and self._parser.is_reasoning:
-            tally.add_reasoning(len(output.token_ids))
+        parts = self._parse(output.text, is_end) if self._parser is None else self._parse_pieces(output, tally)
         self._has_called = self._has_called or any(isinstance(part, CallEnded) for part in parts)
         return Turn(parts, output, self._finish(output.finish_reason))
+
+    def _parse_pieces(self, output: SequenceOutput, tally: Tally) -> list[Part]:
+        """Parses what each step added by itself: a step's tokens are reasoning if the answer is still there after it."""
+        assert self._parser is not None
+        parts: list[Part] = []
+        for piece in output.pieces:
+            for part in self._parse(piece.text, output.finish_reason is not None):
+                last = parts[-1] if parts else None
+                if isinstance(part, Text | Reasoning) and type(last) is type(part):
+                    parts[-1] = type(part)(last.text + part.text)
+                else:
+                    parts.append(part)
+            if self._parser.is_reasoning:
+                tally.add_reasoning(len(piece.token_ids))
+        return parts
 
     def _parse(self, text: str, is_end: bool) -> list[Part]:
         if self._parser is None:

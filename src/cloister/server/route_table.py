@@ -8,7 +8,8 @@ from typing import Any, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.routing import Route
+from starlette.routing import Match, Route
+from starlette.types import Scope
 
 Answer = TypeVar("Answer", bound=Callable[..., Awaitable[Response]])
 
@@ -41,12 +42,20 @@ class RouteTable:
         """Declares what answers these methods of a path, which may have parameters: `{name}`, `{name:int}`, `{name:path}`."""
 
         def declare(answer: Answer) -> Answer:
-            route = Route(path, _endpoint(answer), methods=list(methods), name=answer.__name__)
+            route = _KnownRoute(path, _endpoint(answer), methods=list(methods), name=answer.__name__)
             route.methods = set(methods)  # Starlette adds HEAD to GET
             self.routes.append(route)
             return answer
 
         return declare
+
+
+class _KnownRoute(Route):
+    """A route that a request's scope names once it was found, for metrics and the log; not all versions of Starlette do so."""
+
+    def matches(self, scope: Scope) -> tuple[Match, Scope]:
+        match, child = super().matches(scope)
+        return match, child if match is Match.NONE else {**child, "route": self}
 
 
 def _endpoint(answer: Callable[..., Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:

@@ -51,7 +51,10 @@ def lower_priority(niceness: int, but: Collection[int | None] = ()) -> None:
     """
     if sys.platform != "linux":
         return
-    for thread_id in map(int, os.listdir("/proc/self/task")):
+    threads: list[str] = []
+    with contextlib.suppress(OSError):  # there is no /proc
+        threads = os.listdir("/proc/self/task")
+    for thread_id in map(int, threads):
         if thread_id not in but:
             with contextlib.suppress(OSError):  # a filter of system calls; or the thread has ended
                 os.setpriority(os.PRIO_PROCESS, thread_id, os.getpriority(os.PRIO_PROCESS, thread_id) + niceness)

@@ -227,6 +227,10 @@ class TokenLogprobs(msgspec.Struct, frozen=True):
         return f"TokenLogprobs(num_top={len(self.top)})"
 
 
+MOST_JOINED: Final = 256
+"""Tokens up to which unread outputs are joined: each time all of them are copied."""
+
+
 class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
     """The output of one step for one sequence, as sent to the front.
 
@@ -260,14 +264,22 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
         """Shows no content (nothing a user sent is logged)."""
         return f"SequenceOutput(index={self.index}, num_tokens={len(self.token_ids)}, finish_reason={self.finish_reason})"
 
+    @property
+    def pieces(self) -> tuple[SequenceOutput, ...]:
+        """The outputs that became this one, each of one step."""
+        return (self,)
+
     def join(self, later: SequenceOutput) -> SequenceOutput | None:
         """Returns this output and the next one of its request as one; None if they must stay two: they are of two sequences, or
-        have more than text, or one is the end of its sequence."""
+        have more than text, or one is the end of its sequence, or this one is long already."""
         if self.index != later.index or self.finish_reason is not None or later.finish_reason is not None:
             return None
         if any(part is not None for part in (self.logprobs, self.prompt_logprobs, later.logprobs, later.prompt_logprobs)):
             return None
-        return SequenceOutput(
+        if len(self.token_ids) >= MOST_JOINED:
+            return None
+        return JoinedOutput(
+            parts_of=(*self.pieces, later),
             request_id=self.request_id,
             index=self.index,
             text=self.text + later.text,
@@ -276,6 +288,20 @@ class SequenceOutput(msgspec.Struct, frozen=True, kw_only=True):
             num_output_tokens=later.num_output_tokens,
             num_cached_tokens=max(self.num_cached_tokens, later.num_cached_tokens),
         )
+
+
+class JoinedOutput(SequenceOutput, frozen=True, kw_only=True):
+    """Outputs of one sequence that became one. It is not sent.
+
+    Attributes:
+        parts_of: them, in their order.
+    """
+
+    parts_of: tuple[SequenceOutput, ...]
+
+    @property
+    def pieces(self) -> tuple[SequenceOutput, ...]:
+        return self.parts_of
 
 
 class EncoderInfo(msgspec.Struct, frozen=True, kw_only=True):

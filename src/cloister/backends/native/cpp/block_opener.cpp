@@ -133,7 +133,7 @@ void bind_block_opener(nb::module_& m) {
                 self.open(sealed.data(), sealed.size(), chain.data(), chain.size(), first, count, room.data(), reinterpret_cast<uint8_t*>(opened.data()));
             }
             return nb::bytes(opened.data(), opened.size());
-        });
+        }, nb::arg("sealed"), nb::arg("chain"), nb::arg("records"), nb::arg("room").noconvert());
 }
 
 }  // namespace cloister

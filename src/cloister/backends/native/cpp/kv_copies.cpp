@@ -97,7 +97,7 @@ private:
 
 void bind_kv_copies(nb::module_& m) {
     nb::class_<KVCopies>(m, "KVCopies")
-        .def(nb::init<const std::vector<std::tuple<Rows, int64_t, int64_t>>&>())
+        .def(nb::init<const std::vector<std::tuple<Rows, int64_t, int64_t>>&>(), nb::arg("caches").noconvert())
         .def("export", [](const KVCopies& self, const std::vector<int64_t>& blocks) {
             nb::list contents;
             std::vector<uint8_t*> places;
@@ -112,11 +112,11 @@ void bind_kv_copies(nb::module_& m) {
             return contents;
         })
         .def("import_", [](const KVCopies& self, const std::vector<int64_t>& blocks, const nb::sequence& contents) {
-            if (nb::len(contents) != blocks.size()) throw std::invalid_argument("each block needs contents");
+            if (nb::len(contents) != blocks.size()) throw std::invalid_argument("blocks cannot hold contents of another number");
             Contents views(blocks.size());
             for (size_t i = 0; i < blocks.size(); i++) {
                 views.add(contents[i]);
-                if (size_t(views[i].len) != self.count_bytes(blocks[i])) throw std::invalid_argument("contents are longer or shorter than their block");
+                if (size_t(views[i].len) != self.count_bytes(blocks[i])) throw std::invalid_argument("a block cannot hold contents of another size");
             }
             auto without_gil = self.release_for(blocks);
             for (size_t i = 0; i < blocks.size(); i++) self.copy_in(blocks[i], static_cast<const uint8_t*>(views[i].buf));
