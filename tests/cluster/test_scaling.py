@@ -24,8 +24,11 @@ from cloister.engine.core import EngineCore
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.replica_snapshot import ReplicaState, Role
 from cloister.types.config import EngineConfig
+from cloister.types.errors import EngineError, InvalidRequestError
+from cloister.types.events import Ready
 from cloister.types.request import Request
 from tests.cluster.test_rolling_update import answer, make_router
+from tests.engine.fake_transport import MODEL, FakeTransport
 from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_config, make_replica, make_request
 from tests.engine.test_process import until
 from tests.history_program import greedy_continuation
@@ -300,3 +303,32 @@ def test_an_adapter_call_an_update_and_a_drain_find_what_is_stopped(model_path: 
             assert await answer(replicas, request) == greedy_continuation(request.token_ids, 4, VOCAB_SIZE)
 
     asyncio.run(asyncio.wait_for(main(), DEADLINE_S))
+
+
+class _Unstartable(FakeTransport):
+    """An engine that cannot start."""
+
+    supervision = Supervision()
+
+    async def open(self, config: EngineConfig) -> None:
+        raise EngineError("there is no memory for it")
+
+
+def test_a_drain_is_refused_if_no_other_replica_can_start_or_adapters_change() -> None:
+    async def main() -> None:
+        transports = [FakeTransport(), _Unstartable()]
+        transports[0].ready = Ready(MODEL, [], [])
+        clients = [EngineClient(transport, EngineConfig()) for transport in transports]
+        config = ClusterConfig(scaling=ScalingConfig(1))
+        replicas = ReplicaSet(clients, make_router, config, draw=random.Random(1))
+        await replicas.start()
+        replicas.adapters.num_calls = 1
+        with pytest.raises(InvalidRequestError, match="an adapter is being loaded or unloaded"):
+            await replicas.drain_replica(0, 0.5)
+        replicas.adapters.num_calls = 0
+        with pytest.raises(InvalidRequestError, match="no other replica could be started"):
+            await replicas.drain_replica(0, 0.5)
+        assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, False]
+        await replicas.drain(0)
+
+    asyncio.run(main())

@@ -6,6 +6,7 @@ import asyncio
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 
@@ -293,3 +294,21 @@ def test_no_worker_hears_of_steps(channels: Channels) -> None:
     worker.setblocking(False)
     with pytest.raises(BlockingIOError):
         worker.recv(1)
+
+
+def test_a_worker_that_comes_back_as_soon_as_its_prompt_is_done_keeps_its_channel(
+    channels: Channels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = channels.link()
+    worker.sendall(channel.frame(Submit(make_request(), hold_kv_s=15.0, prefill_only=True)))
+    assert len(channels.hear()) == 1
+    send, heard = channels.channels._send, list[FrontMessage]()
+
+    def send_and_come_back(*args: Any) -> None:
+        send(*args)  # the engine's thread has sent, and the worker answers before it runs on
+        worker.sendall(channel.frame(Submit(make_request())))
+        heard.extend(channels.hear())
+
+    monkeypatch.setattr(channels.channels, "_send", send_and_come_back)
+    channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
+    assert [type(message) for message in heard] == [Submit]

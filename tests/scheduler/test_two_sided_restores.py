@@ -21,18 +21,19 @@ LOAD_S = BLOCK * TOKEN_S
 
 
 class SlowTier(Engine):
-    """An engine whose steps take time for each token, and whose tier takes `load_s` for a block. Its first prompt, of 59
-    tokens, is in the tier.
+    """An engine whose steps take time for each token, and whose tier takes `load_s` for a block. Its first prompt, of
+    `num_tokens`, is in the tier.
 
     Args:
         per_step: blocks that arrive with a step.
     """
 
-    def __init__(self, windows=(None,), *, load_s=LOAD_S, per_step=3, **options):
+    def __init__(self, windows=(None,), *, load_s=LOAD_S, per_step=3, num_tokens=59, **options):
+        self.num_tokens = num_tokens
         super().__init__(windows, **{"max_tokens": 8, "num_blocks": 40} | options)
         self.runner.step_s, self.runner.token_s = 1e-4, TOKEN_S
         self.per_step = 10**6
-        self.first = self.serve("first", prompt(0, 59))
+        self.first = self.serve("first", prompt(0, num_tokens))
         crowd_out(self, last=9)
         self.set_speed(load_s)
         self.per_step = per_step
@@ -57,7 +58,7 @@ class SlowTier(Engine):
 
     def begin(self, name="again", **options) -> None:
         """A request whose front is being computed."""
-        self.scheduler.add(make_request(name, prompt(0, 59), **options), self.now)
+        self.scheduler.add(make_request(name, prompt(0, self.num_tokens), **options), self.now)
         self.step()
         assert self.load is not None, "it is not restored from both sides"
 
@@ -186,6 +187,18 @@ def test_a_block_that_cannot_be_read_ends_the_load_and_what_came_before_it_is_us
     (ended,) = engine.find(Ended, "again")
     assert ended.num_cached_tokens == (13 - damaged) * BLOCK
     assert engine.tier.index.find(stored.key, 0) is not stored, "it is tried again and again"
+
+
+def test_a_load_ends_with_the_prompt_whose_last_block_has_one_token():
+    engine = SlowTier(per_step=0, num_tokens=57)
+    engine.begin()
+    while engine.load is not None:
+        assert not engine.find(Ended, "again"), "it is open for as long as its request"
+        engine.step()
+    assert not engine.find(Ended, "again")
+    while engine.step():
+        pass
+    assert engine.answers["again"] == engine.first
 
 
 def test_nobody_waits_for_a_tier_that_hangs():

@@ -15,10 +15,13 @@ import openai
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from starlette.applications import Starlette
+from starlette.routing import Route
+from starlette.testclient import TestClient
 
 from cloister.engine import EngineClient
 from cloister.policy import Credentials, Gate, Policy
-from cloister.server.app import create_app
+from cloister.server.app import _answer_error, create_app
 from cloister.server.errors import INTERNAL
 from cloister.server.files import batches
 from cloister.server.files import store as shelves
@@ -660,3 +663,14 @@ def test_a_client_is_told_that_what_was_kept_is_damaged_and_of_other_errors_of_t
     assert (shown.status, shown.code) == (500, "damaged_file")
     assert public_error(CloisterError("The disk refuses.", code="storage_failed")).code == "storage_failed"
     assert public_error(CloisterError("a path")).message == INTERNAL.message
+
+
+def test_an_error_of_storage_reaches_the_client_of_a_route_and_is_logged(caplog):
+    async def fail(request):
+        raise CloisterError("The disk refuses.", code="storage_failed")
+
+    app = Starlette(routes=[Route("/", fail)], exception_handlers={CloisterError: _answer_error})
+    with caplog.at_level("ERROR"):
+        reply = TestClient(app).get("/")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (500, "storage_failed")
+    assert len(caplog.records) == 1

@@ -18,6 +18,7 @@ from cloister.cluster.routers.base import draw_by_capacity
 from cloister.cluster.scaling import GONE, ReplicaAddition, ReplicaRemoval, ScalingController, choose_first
 from cloister.engine.client import DRAIN_REPLICA_S
 from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.types.errors import InvalidRequestError
 
 START_TIMEOUT_S: Final = 600.0
 """Longest wait for the engine of a replica that is added."""
@@ -114,7 +115,10 @@ class ReplicaScaling:
         snapshots = [each for each in self._states.snapshots() if each.index != index and not each.is_standby]
         stopped = [each for each in snapshots if each.is_stopped and each.state not in GONE]
         if stopped and all(each.is_stopped or each.state in GONE for each in snapshots):
-            await self.add(draw_by_capacity(stopped, self._draw).index)
+            if self._adapters.are_changing:
+                raise InvalidRequestError("an adapter is being loaded or unloaded; drain when that has ended", param="replica")
+            if not await self.add(draw_by_capacity(stopped, self._draw).index):
+                raise InvalidRequestError("no other replica could be started; the log says why", param="replica")
 
     async def _remove(self, index: int) -> None:
         states, client = self._states, self._states.clients[index]

@@ -17,7 +17,15 @@ from weakref import WeakKeyDictionary
 from cloister.engine.adapters import AdapterCalls, AdapterManager
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.calls import EngineCalls
-from cloister.engine.in_flight import EventListener, InFlightRequest, InFlightRequests, RequestObserver, Sink
+from cloister.engine.in_flight import (
+    PERHAPS_POISONED,
+    POISONED,
+    EventListener,
+    InFlightRequest,
+    InFlightRequests,
+    RequestObserver,
+    Sink,
+)
 from cloister.engine.replica_snapshot import (
     LengthErrors,
     ReplicaSnapshot,
@@ -741,12 +749,13 @@ class EngineClient(RequestClient):
             if not (self._requests.is_waited_for or self.adapters.is_loading or self._idle.is_held(self._clock.now())):
                 break
             await asyncio.sleep(_REST_POLL_S)
-        if not self._is_open or self._requests.is_waited_for or self._supervision.restarts is None:
+        is_needed = self._requests.is_waited_for or self.adapters.is_changing
+        if not self._is_open or is_needed or self._supervision.restarts is None:
             return False
         await self._end_idle_engine()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._has_rested.wait(), STOP_GRACE_S)
-        return self._has_rested.is_set()
+        return self._has_rested.is_set() and self._is_resting and not self._wanted.is_set()  # else the next one starts
 
     # The engine's life
 
@@ -910,7 +919,8 @@ class EngineClient(RequestClient):
         num_requests, num_kept, num_rescued = len(self._requests), 0, 0
         can_go_on = self._supervision.restarts is not None or self.rescue is not None
         if can_go_on and not self._is_draining:
-            num_kept = self._requests.keep_resumable(reply)
+            poisoned = POISONED if self._supervision.restarts is not None else PERHAPS_POISONED
+            num_kept = self._requests.keep_resumable(reply, poisoned)
             if self.rescue is not None:
                 num_rescued = num_kept - self._requests.release(self.rescue)
         else:

@@ -47,6 +47,11 @@ _MAX_RETRY_S: Final = 60.0
 POISONED: Final = (
     "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
 )
+PERHAPS_POISONED: Final = (
+    "three engines died while they had this request, perhaps of another one that they had too; send it again, and change it if "
+    "that happens again"
+)
+"""For those who cannot know what else an engine had, as workers of a sealed node."""
 
 _logger = logging.getLogger(__name__)
 
@@ -396,9 +401,9 @@ class InFlightRequests:
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
-    def keep_resumable(self, error: str) -> int:
+    def keep_resumable(self, error: str, poisoned: str = POISONED) -> int:
         """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
-        the reply, and one that is found to kill its engines. Returns how many it keeps."""
+        the reply, and one that is found to kill its engines, with `poisoned`. Returns how many it keeps."""
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others else judge([found.suspect for found in sent])
         if self._leaving:
@@ -411,7 +416,7 @@ class InFlightRequests:
                 self.end(request_id, FinishReason.ABORT, error)
             elif found.suspect is culprit:
                 _logger.error("a request killed its engine again and again, the last time alone; it ends with an error")
-                self.end(request_id, FinishReason.ERROR, POISONED)
+                self.end(request_id, FinishReason.ERROR, poisoned)
             else:
                 self._arrive(found)
                 self._happen(found, Lost(request_id, now))
@@ -618,7 +623,7 @@ class InFlightRequests:
 
     def _note_other(self, event: Event) -> None:
         """Counts requests of other clients, so that an engine that hangs on one of them is detected."""
-        if isinstance(event, Arrived):
+        if isinstance(event, Arrived | Scheduled):  # what goes on from another engine does not arrive again
             self._of_others.add(event.request_id)
         elif isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
             self._of_others.discard(event.request_id)

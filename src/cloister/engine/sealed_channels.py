@@ -134,11 +134,11 @@ class SealedChannels:
             if worker is not None:
                 by_worker.setdefault(worker, Outputs([], [])).events.append(event)
             rest.events.append(event if worker is None else _without_content(event))
-        for worker, outputs in by_worker.items():
-            self._send(worker, outputs)
-        for event in message.events:
+        for event in message.events:  # before it is sent: a worker may come back at once with the same request
             if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
                 self._by_request.pop(event.request_id, None)
+        for worker, outputs in by_worker.items():
+            self._send(worker, outputs)
         return rest
 
     def _send(self, worker: _Channel, outputs: Outputs) -> None:

@@ -37,11 +37,11 @@ OFFLINE_STALL: Final = 100.0
 LOCAL: Final = "local"
 """Replicas are processes of this machine."""
 DRAWN: Final = "capacity_random"
+"""The router that nobody can steer."""
 SEALED_LINKS: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_unit`)."""
 MAX_SEALED_ENGINES: Final = 12
 """Each states its measures by itself, and a statement has room for so many."""
-"""The router that nobody can steer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +273,7 @@ def _resolve_scaling(server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
         raise ConfigError("min_replicas and max_replicas say how many replicas there are; leave replicas out", param="replicas")
     if config.sealed:
         raise ConfigError(
-            "a sealed node has one engine, its own; leave max_replicas out, and start more nodes", param="max_replicas"
+            "a sealed node has as many engines as it states; set replicas, and leave max_replicas out", param="max_replicas"
         )
     fewest = max(least or 1, bool(config.prefill) + bool(config.decode))  # the last one of a role stays
     if fewest + config.standby > most:

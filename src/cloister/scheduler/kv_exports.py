@@ -193,4 +193,5 @@ def cut_prompt(start: int, num_left: int, block_size: int) -> int:
 
 
 def _name(number: int) -> str:
-    return f"export {number}"
+    """Returns the name of a lease, which no request can have."""
+    return f"\0export {number}"

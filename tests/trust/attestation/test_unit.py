@@ -38,6 +38,17 @@ def test_a_unit_whose_engines_are_all_measured_is_proved():
     assert "one unit of 3 engines" in unit_of(findings)
 
 
+def test_an_engine_that_lacks_a_measure_of_the_others_is_refused():
+    configuration = {**SETTINGS, "setting replicas": "2"}
+    policy = replace(SOFTWARE, configuration=configuration, hardening=frozenset({"seccomp", "landlock"}))
+    measured = {f"{name}.{measure}": "applied: on" for name in ("front", "engine") for measure in ("seccomp", "landlock")}
+    whole = {**measured, "engine-1.seccomp": "applied: on", "engine-1.landlock": "applied: on"}
+    assert verify(policy, configuration=configuration, hardening=whole).accepted
+    less = verify(policy, configuration=configuration, hardening={**measured, "engine-1.seccomp": "applied: on"})
+    assert "do not have the same measures" in unit_of(less)
+    assert not less.accepted
+
+
 def test_roles_and_how_kv_passes_are_said():
     findings = check(3, "engine", "engine-1", "engine-2", prefill="1", decode="2", kv_transfer='"sealed"')
     assert "1 compute prompts, 2 go on with answers" in unit_of(findings)

@@ -147,7 +147,8 @@ class Zygote:
         near, far = socket.socketpair(socket.AF_UNIX, kind)
         try:
             with far:
-                socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()])
+                # without waiting: an engine that reads nothing must not stop the workers of all others
+                socket.send_fds(self._listeners[listener], [CONNECT], [far.fileno()], socket.MSG_DONTWAIT)
         except BaseException:
             near.close()
             raise

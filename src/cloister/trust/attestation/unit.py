@@ -40,6 +40,14 @@ def check_unit(findings: Findings, statement: Statement) -> None:
             "added, left out or exchanged; take another node",
         )
         return
+    measures: dict[str, set[str]] = {}
+    for process, _, measure in (name.rpartition(".") for name in statement.hardening):
+        measures.setdefault(process, set()).add(measure)
+    if any(measures[engine] != measures[ENGINE] for engine in engines):
+        findings.fail(
+            "unit", "the engines of the node do not have the same measures, so one may be less hardened; take another node"
+        )
+        return
     findings.check(
         "unit",
         settings.get("router") == DRAWN,
