@@ -54,7 +54,7 @@ def test_tokens_arrive_while_the_answer_is_being_written(client: openai.OpenAI) 
         model=MODEL, messages=LONG, max_tokens=40, stream=True, extra_body={"ignore_eos": True}
     )
     times = [time.monotonic() for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
-    assert len(times) > 20
+    assert len(times) > 10  # of 40 tokens; those that were not read in time come as one piece
     assert len({round(at, 2) for at in times}) > 5, "they did not come all at once"
 
 

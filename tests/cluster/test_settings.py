@@ -110,7 +110,7 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"max_replicas": 2, "idle_timeout_s": 5.0}, "set min_replicas to 0, or leave idle_timeout_s out"),
         ({"min_replicas": 0, "max_replicas": 2, "on": "ray"}, "set min_replicas to 1 or more, or leave on out"),
         ({"min_replicas": 0, "max_replicas": 2, "standby": 1}, "set min_replicas to 1 or more, or leave standby out"),
-        ({"max_replicas": 2, "sealed": True}, "start more nodes"),
+        ({"max_replicas": 2, "sealed": True}, "set replicas, and leave max_replicas out"),
         ({"replicas": 2, "standby": 2}, "set replicas to 3 or more"),
         ({"replicas": 3, "standby": 1, "prefill": 1, "decode": 2, "kv_transfer": "shm"}, "1 of 3 .* set replicas to 4 or more"),
         ({"replicas": 2, "standby": 1, "idle_timeout_s": 5.0}, "leave standby or idle_timeout_s out"),
