@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
@@ -31,6 +32,7 @@ from cloister.types.events import (
     PrefillDone,
     Progressed,
     Ready,
+    Resumption,
     Stepped,
     Submit,
 )
@@ -41,8 +43,8 @@ CONFIG = EngineConfig(profile="private", block_size=4)
 PROMPT = list(range(40))
 
 
-def make_request(name: str = "r") -> Request:
-    return Request(request_id=name, token_ids=PROMPT, sampling=SamplingParams(max_tokens=3, temperature=0.0))
+def make_request(name: str = "r", token_ids: list[int] = PROMPT) -> Request:
+    return Request(request_id=name, token_ids=token_ids, sampling=SamplingParams(max_tokens=3, temperature=0.0))
 
 
 class FarEngine:
@@ -312,3 +314,24 @@ def test_a_worker_that_comes_back_as_soon_as_its_prompt_is_done_keeps_its_channe
     monkeypatch.setattr(channels.channels, "_send", send_and_come_back)
     channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
     assert [type(message) for message in heard] == [Submit]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        Submit(make_request(token_ids=[2**63] * 64)),
+        Submit(make_request(), resumption=Resumption([[-1]])),
+        Submit(make_request(), hold_kv_s=math.nan),
+        PrefetchKV(make_request(), [2**31], KVSource("sealed:0")),
+    ],
+)
+def test_a_worker_that_sends_what_would_end_the_engine_of_all_loses_its_channel(
+    channels: Channels, message: FrontMessage
+) -> None:
+    bad, good = channels.link(), channels.link()
+    bad.sendall(channel.frame(message))
+    good.sendall(channel.frame(Submit(make_request("other"))))
+    heard = [each for _ in range(2) for each in channels.hear()]
+    assert [each.request.request_id for each in heard if isinstance(each, Submit)] == ["other"]
+    bad.settimeout(5.0)
+    assert bad.recv(1) == b""

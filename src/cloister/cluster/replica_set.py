@@ -18,7 +18,7 @@ from cloister.cluster.lengths import LengthCurves, LengthForecasts, LengthPredic
 from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_adapters import ReplicaAdapters
-from cloister.cluster.replica_drains import ReplicaDrains
+from cloister.cluster.replica_drains import DRAIN_EVERY_S, ReplicaDrains
 from cloister.cluster.replica_scaling import ReplicaScaling
 from cloister.cluster.replica_states import ClusterConfig, ReplicaStates, ScalingConfig
 from cloister.cluster.replica_updates import ReplicaUpdates
@@ -27,7 +27,7 @@ from cloister.cluster.request_routing import MakeRouter, RequestRouting
 from cloister.cluster.roles import RoutingDecision
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
-from cloister.engine.client import DRAIN_REPLICA_S, EngineClient, Health, RequestClient
+from cloister.engine.client import DRAIN_REPLICA_S, DRAINING, EngineClient, Health, RequestClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, Role, UpdateProgress
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
@@ -39,6 +39,8 @@ from cloister.types.scope import Scope
 
 DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
 DEFAULT_BLOCK_SIZE: Final = 16
+QUIET_LOOKS: Final = 2
+"""Looks in a row that find no request before the engines are drained."""
 ALL_MIXED: Final = ClusterConfig()
 
 _logger = logging.getLogger(__name__)
@@ -97,6 +99,7 @@ class ReplicaSet(RequestClient):
         self._copies: PrefixCopies | None = None
         self._tasks: set[asyncio.Task[None]] = set()
         self._listeners: list[EventListener] = []
+        self._is_draining = False
         self._stacks = StackClusters()
         self._draw = draw or random.SystemRandom()
         self._clock = clock or WallClock()
@@ -221,13 +224,21 @@ class ReplicaSet(RequestClient):
             )
 
     async def drain(self, timeout_s: float) -> None:
-        """Drains all engines at once."""
+        """Refuses new requests, and lets the running ones end, which may go on in another engine meanwhile; then drains all
+        engines at once, with what is left of the time."""
+        self._is_draining = True
+        ends_s = asyncio.get_running_loop().time() + timeout_s
         for task in (tasks := set(self._tasks)):
             task.cancel()
         if tasks:
             await asyncio.wait(tasks)  # an update ends the engine that it has started
         self.stop_replays()
-        await asyncio.gather(*(replica.drain(timeout_s) for replica in self._replicas))
+        num_quiet = 0  # a request of a worker is between two engines for a moment
+        while num_quiet < QUIET_LOOKS and asyncio.get_running_loop().time() < ends_s:
+            num_quiet = 0 if any(replica.is_busy for replica in self._replicas) else num_quiet + 1
+            await asyncio.sleep(DRAIN_EVERY_S)
+        left_s = max(0.0, ends_s - asyncio.get_running_loop().time())
+        await asyncio.gather(*(replica.drain(left_s) for replica in self._replicas))
 
     def stop_replays(self) -> None:
         """Ends what is computed again at present."""
@@ -244,6 +255,8 @@ class ReplicaSet(RequestClient):
 
     def health(self) -> Health:
         """Good while one replica is; the detail names those that are not, and those that are slow."""
+        if self._is_draining:
+            return Health(False, DRAINING)
         by_index = {
             index: replica.health() for index, replica in enumerate(self._replicas) if index not in self._states.stopped
         }
@@ -315,6 +328,8 @@ class ReplicaSet(RequestClient):
     def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
         """Submits a request to the replica that the router picks. Raises as `RequestClient.submit`."""
         try:
+            if self._is_draining:
+                raise EngineError(DRAINING)
             placement = self._routing.place(request)
         except CloisterError:
             if observer is not None:

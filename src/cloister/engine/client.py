@@ -455,6 +455,11 @@ class EngineClient(RequestClient):
         return len(self._requests)
 
     @property
+    def is_busy(self) -> bool:
+        """Whether requests are open, those of workers with their own channels included."""
+        return self._requests.is_waited_for
+
+    @property
     def num_leaving(self) -> int:
         """Requests that other engines have, and whose end here its engine has not reported yet."""
         return self._requests.num_leaving

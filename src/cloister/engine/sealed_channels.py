@@ -9,10 +9,11 @@ request is closed: otherwise it could receive that one's outputs.
 from __future__ import annotations
 
 import contextlib
+import math
 import selectors
 import socket
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -35,6 +36,7 @@ from cloister.types.request import Request
 
 CONNECT: Final = b"+"
 """The message that accompanies a descriptor."""
+MAX_TOKEN_ID: Final = 2**31
 _READ_BYTES: Final = 65536
 
 
@@ -186,20 +188,24 @@ class SealedChannels:
     def _read(self, worker: _Channel, frame: bytes) -> None:
         message = channel.decode_front(frame)
         match message:
-            case Submit(request):
-                self._claim(request, worker)
+            case Submit(request, resumption=resumption):
+                self._claim(request, worker, *(resumption.token_ids if resumption is not None else ()))
                 worker.expected.discard(request.request_id)
+                if not math.isfinite(message.hold_kv_s):
+                    raise channel.ChannelError("KV cannot be kept for a time that is no number")
                 if message.hold_kv_s > 0.0:
                     worker.left.add(request.request_id)
                 self._input_queue.put(message)
-            case PrefetchKV(request):
-                self._claim(request, worker)
+            case PrefetchKV(request, token_ids):
+                self._claim(request, worker, token_ids)
                 worker.expected.add(request.request_id)
                 self._input_queue.put(message)
             case CancelPrefetch(request_id) if request_id in worker.expected:
                 worker.expected.discard(request_id)
                 self._by_request.pop(request_id, None)
                 self._input_queue.put(message)
+            case HoldKV(hold_s=hold_s) if not math.isfinite(hold_s):
+                pass
             case Abort(request_id) | HoldKV(request_id) if self._by_request.get(request_id) is worker:
                 if isinstance(message, HoldKV):
                     worker.left.add(request_id)
@@ -207,8 +213,11 @@ class SealedChannels:
             case _:
                 pass  # what a worker may not send has no effect
 
-    def _claim(self, request: Request, worker: _Channel) -> None:
-        """Gives a channel the outputs of a request."""
+    def _claim(self, request: Request, worker: _Channel, *more_tokens: Sequence[int]) -> None:
+        """Gives a channel the outputs of a request. What no worker sends that is well may not end the engine of all others."""
+        for token_ids in (request.token_ids, *more_tokens):
+            if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_TOKEN_ID:
+                raise channel.ChannelError("a token id is out of range")
         is_known = request.request_id in self._by_request and request.request_id not in worker.expected
         if is_known or not 1 <= request.sampling.n <= self._max_num_seqs:
             raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")

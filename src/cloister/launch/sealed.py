@@ -37,6 +37,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
         CloisterError: the model cannot be found, or there are several.
     """
     from cloister.private.attesting import read_attesting
+    from cloister.private.workers.front_app import WAITING_WORKERS
+    from cloister.server.serve import fit_connections
     from cloister.trust.hardening.launching import Launch, execute, reading
 
     if settings.models:
@@ -47,6 +49,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     model = locate(config.model, progress=True)
     files += map(str, manifests(config))
     attesting = read_attesting(front)
+    # each engine has a channel of every worker, and no process of the node may raise its limit later
+    fit_connections(front.replicas * config.max_num_seqs + WAITING_WORKERS)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
     execute(
         Launch(
