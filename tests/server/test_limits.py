@@ -254,7 +254,7 @@ def test_reading_a_prompt_does_not_hold_others_up(model_path, engine, monkeypatc
     read = threading.Event()
     monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(60) and [1])
     with serving_script(model_path, engine) as server:
-        slow = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=BODY))
+        slow = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=BODY | {"logit_bias": {"1": 1}}))
         slow.start()
         assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
         read.set()
