@@ -255,8 +255,6 @@ class ReplicaSet(RequestClient):
 
     def health(self) -> Health:
         """Good while one replica is; the detail names those that are not, and those that are slow."""
-        if self._is_draining:
-            return Health(False, DRAINING)
         by_index = {
             index: replica.health() for index, replica in enumerate(self._replicas) if index not in self._states.stopped
         }
@@ -272,8 +270,11 @@ class ReplicaSet(RequestClient):
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
         is_resting = all(health.is_idle or health.is_starting for health in each)
         is_starting = is_resting and any(health.is_starting for health in each)
-        text = "; ".join([detail, *bad, *slow, *wrong])
-        return Health(len(bad) < len(each), text, is_idle=is_resting and not is_starting, is_starting=is_starting)
+        stopping = [DRAINING] if self._is_draining else []
+        text = "; ".join([*stopping, detail, *bad, *slow, *wrong])
+        return Health(
+            len(bad) < len(each) and not stopping, text, is_idle=is_resting and not is_starting, is_starting=is_starting
+        )
 
     def fault(self) -> str | None:
         """Returns why no engine will be started again; None while one runs or will be."""
