@@ -262,6 +262,18 @@ def test_a_slow_tier_is_tried_again_from_time_to_time_and_no_request_waits_for_i
     assert len(engine.tier.reads) == 2
 
 
+def test_a_tier_that_was_measured_beside_other_work_is_used_again_after_one_quick_read():
+    engine = Engine()
+    engine.serve("first", prompt(0))
+    engine.tier.index.learn(1000, 10.0)
+    engine.tier.index.learn(1000, 1e-6)
+    crowd_out(engine)
+    engine.serve("again", prompt(0))
+    assert engine.num_cached("again") == 36
+    engine.tier.index.learn(1000, 1.0)
+    assert engine.tier.index.predict_s(1000) == pytest.approx(0.25, rel=1e-3), "a slow read among quick ones counts a quarter"
+
+
 def test_a_trial_reads_a_little(monkeypatch):
     monkeypatch.setattr("cloister.scheduler.kv_restores.MAX_TRIAL_BYTES", 2500)
     engine = Engine()

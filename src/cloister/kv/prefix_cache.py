@@ -197,10 +197,12 @@ class PrefixCache:
         expires: bool = False,
         documents: Documents | None = None,
         is_copy: bool = False,
+        end: int | None = None,
     ) -> None:
-        """Caches the entries [start, len(keys)) of a block table in use by the caller under their keys.
+        """Caches the entries [start, end) of a block table in use by the caller under their keys.
 
         Args:
+            end: None: all keys.
             blocks: the table (`BlockTable.blocks`).
             root: root of the chain; empty if nobody will look for it again, so that no tier keeps it.
             expires: its blocks have a deadline (`renew`).
@@ -222,7 +224,7 @@ class PrefixCache:
             if self._keeps(keys[before], blocks[before * num_groups + full]):
                 break
             start -= 1
-        for i in range(start, len(keys)):
+        for i in range(start, len(keys) if end is None else end):
             entry = blocks[i * num_groups : (i + 1) * num_groups]
             node = self._nodes.get(keys[i])
             if node is None:

@@ -490,9 +490,16 @@ class KVTierIndex:
         return num_bytes * self._byte_s
 
     def learn(self, num_bytes: int, elapsed_s: float) -> None:
-        """Takes one measured load."""
+        """Takes one measured load.
+
+        One that took less than half of the known time is believed at once: other work on the machine slows loads and speeds up
+        none, so what was known was measured beside such work, and the tier would stay unused for long.
+        """
         byte_s = elapsed_s / num_bytes
-        self._byte_s = byte_s if not self._byte_s else self._byte_s + (byte_s - self._byte_s) / 4
+        if not self._byte_s or 2 * byte_s < self._byte_s:
+            self._byte_s = byte_s
+        else:
+            self._byte_s += (byte_s - self._byte_s) / 4
 
     def check(self) -> None:
         """Raises AssertionError unless every slot is empty or has one block, and every block is known by its root."""

@@ -394,8 +394,9 @@ class KVLoads:
             if load.is_open and cache is not None and load.restore is None:
                 scope = load.request.scope
                 root, expires = kept_root(scope, load.root), scope.lifetime_s is not None and not load.is_copy
-                keys = load.keys[: entry + 1]
-                cache.insert(keys, load.table, entry, root, load.owner, expires=expires, is_copy=load.is_copy)
+                cache.insert(
+                    load.keys, load.table, entry, root, load.owner, expires=expires, is_copy=load.is_copy, end=entry + 1
+                )
                 if scope.lifetime_s is not None and expires:
                     cache.renew(load.root, now + scope.lifetime_s)
             self._settle_in_flight(load, now)
