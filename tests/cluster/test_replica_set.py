@@ -23,7 +23,8 @@ from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
 from cloister.cluster.virtual.engine import write_byte_tokenizer
-from cloister.engine import EngineClient, ProcessTransport, Supervision
+from cloister.engine import EngineClient, ProcessTransport, Supervision, channel
+from cloister.engine.fork_server import ForkServer, _Template
 from cloister.engine.replica_snapshot import Role
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
@@ -545,6 +546,32 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, 
             assert [snapshot.num_migrated for snapshot in replicas.snapshots()] == [4, 0]
 
     run(main())
+
+
+def test_of_many_engines_that_cannot_be_built_one_template_is_loaded(model_path: Path) -> None:
+    made = []
+
+    class Counting(ForkServer):
+        async def _make(self, boot: channel.Boot) -> _Template:
+            made.append(boot)
+            return await super()._make(boot)
+
+    async def main() -> None:
+        server = Counting()
+        engines = [
+            EngineClient(ProcessTransport("tests.engine.replica:build_refusing", fork_server=server), make_config(model_path))
+            for _ in range(20)
+        ]
+        with pytest.raises(MemoryBudgetError, match="start fewer replicas: 20 share"):
+            await ReplicaSet(engines, partial(make_router, "least_load")).start()
+        assert server.pid is None
+        with pytest.raises(MemoryBudgetError):  # memory may be free by then
+            await EngineClient(
+                ProcessTransport("tests.engine.replica:build_refusing", fork_server=server), make_config(model_path)
+            ).start()
+
+    run(main())
+    assert len(made) == 2
 
 
 def test_a_replica_that_cannot_start_ends_the_others_and_says_why(model_path: Path) -> None:

@@ -176,3 +176,26 @@ def test_who_asks_a_key_service_that_is_gone_is_told() -> None:
         running.close()
 
     asyncio.run(run())
+
+
+def test_an_answer_that_comes_late_is_not_taken_for_that_of_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.private.workers.key_service_client.ANSWER_TIMEOUT_S", 0.3)
+
+    async def run() -> None:
+        running = Running()
+        try:
+            worker = running.channel()
+            keys, _ = await worker.publish_all()
+            header = Header.parse(seal_chunked_request(parse_keys(keys)[0], b"secret")[0])
+            os.kill(running.process.pid, signal.SIGSTOP)
+            with pytest.raises(EngineError, match="did not answer"):
+                await worker.publish()
+            assert worker.is_silent
+            os.kill(running.process.pid, signal.SIGCONT)
+            assert (await worker.begin(header, CHUNKED)).header == header
+            assert await worker.publish() == keys
+            assert not worker.is_silent
+        finally:
+            running.close()
+
+    asyncio.run(run())

@@ -32,7 +32,7 @@ from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObs
 from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, Role, UpdateProgress
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.types.clock import Clock, WallClock
-from cloister.types.errors import CloisterError, EngineError
+from cloister.types.errors import CloisterError, EngineError, MemoryBudgetError
 from cloister.types.events import Ended, Event, KVLoaded, PrefixLeased, Scheduled, Stepped
 from cloister.types.request import ModelInfo, Request
 from cloister.types.scope import Scope
@@ -177,8 +177,7 @@ class ReplicaSet(RequestClient):
             CloisterError: as of the engine that cannot start, or they serve different models.
         """
         replicas = self._states.with_engines()
-        started = await asyncio.gather(*(replica.start() for replica in replicas), return_exceptions=True)
-        error = next((result for result in started if isinstance(result, BaseException)), None)
+        error = await _start_all(replicas)
         if error is None and len({replica.model.fingerprint for replica in replicas}) > 1:
             error = EngineError(DIFFERENT_MODELS)
         if error is not None:
@@ -490,3 +489,20 @@ class ReplicaSet(RequestClient):
             self._hand_offs.note_scheduled(index, event.request_id)
         for listener in self._listeners:
             listener(event)
+
+
+async def _start_all(replicas: Sequence[EngineClient]) -> BaseException | None:
+    """Starts all at once. If one cannot start, the others are given up, and its error is returned."""
+    starting = [asyncio.create_task(replica.start()) for replica in replicas]
+    try:
+        done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
+    finally:
+        for task in starting:
+            task.cancel()
+    await asyncio.gather(*starting, return_exceptions=True)
+    error = next((task.exception() for task in done if task.exception() is not None), None)
+    if isinstance(error, MemoryBudgetError) and len(replicas) > 1:
+        return MemoryBudgetError(
+            f"{error.message}; or start fewer replicas: {len(replicas)} share the memory", param=error.param
+        )
+    return error

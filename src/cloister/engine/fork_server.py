@@ -74,6 +74,8 @@ class ForkServer:
         self._engines: list[ProcessHandle] = []
         self._num_crashes = 0
         self._lock = asyncio.Lock()
+        self._num_failures = 0
+        self._failure: tuple[channel.Boot, CloisterError] | None = None
         self._restarts = Restarts()
         self._replacing: asyncio.Task[None] | None = None
 
@@ -90,9 +92,13 @@ class ForkServer:
         """
         # an engine gets these, the template, which is that of all replicas, does not
         boot = msgspec.structs.replace(boot, kv_secret=None, kv_pool=None, is_restart=False, replica=None)
+        num_failures = self._num_failures
         async with self._lock:
             if not self._forks:
                 return spawn_program(far)
+            if self._failure is not None and self._num_failures > num_failures and self._failure[0] == boot:
+                # while this one waited: of many replicas that do not fit, each would load a template of its own
+                raise recreate(self._failure[1].message, self._failure[1].code)
             await self._check(boot)
             for _ in range(_NUM_ATTEMPTS):
                 try:
@@ -124,7 +130,11 @@ class ForkServer:
 
     async def _fork(self, far: socket.socket, boot: channel.Boot) -> ProcessHandle:
         if self._template is None:
-            self._template = await self._make(boot)
+            try:
+                self._template = await self._make(boot)
+            except CloisterError as error:
+                self._num_failures, self._failure = self._num_failures + 1, (boot, error)
+                raise
         made = self._template
         try:
             engine = await made.fork(far)

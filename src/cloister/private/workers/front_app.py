@@ -24,6 +24,8 @@ from cloister.trust.sealing import KEYS_MEDIA_TYPE
 WORKER_ENTRY: Final = "cloister.private.workers.worker:build_worker"
 STALLED: Final = "requests wait and the engine makes no progress; it is replaced if that goes on"
 """Why a node is unavailable while its processes run. The engine's own message contains request counts."""
+SILENT: Final = "the key service does not answer; restart the node if that goes on"
+"""Why a node is unavailable whose key service hangs: no request is opened, and a new key gets no evidence."""
 WAITING_WORKERS: Final = 64
 """Number of workers that may wait for the engine, in addition to those whose sequences run."""
 
@@ -51,7 +53,8 @@ def worker_node_app(
         return evidence()
 
     def find_fault() -> str | None:
-        return pool.fault or (None if health().good else STALLED)
+        silent = SILENT if pool.unsealer.is_silent else None
+        return pool.fault or silent or (None if health().good else STALLED)
 
     async def tell_health(_: Request) -> Response:
         fault = find_fault()

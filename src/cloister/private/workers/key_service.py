@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Final
 
 import msgspec
+from msgspec.structs import replace
 
 from cloister.trust import hardening
 from cloister.trust.sealing import (
@@ -69,16 +70,25 @@ class KeyServiceReady(msgspec.Struct, frozen=True):
 
 
 class Question(msgspec.Struct, frozen=True):
-    """A question on a channel: publish, begin, accept or sign, with a request's header, its media type, and what to sign."""
+    """A question on a channel: publish, begin, accept or sign, with a request's header, its media type, and what to sign.
+
+    Attributes:
+        number: comes back with the answer, which may come after the asker has stopped to wait for it.
+    """
 
     what: str
     header: bytes = b""
     media_type: str = ""
     message: bytes = b""
+    number: int = 0
 
 
 class KeyServiceAnswer(msgspec.Struct, frozen=True):
-    """The reply to a question: an error or the result."""
+    """The reply to a question: an error or the result.
+
+    Attributes:
+        number: of the question.
+    """
 
     error: str = ""
     keys: bytes = b""
@@ -90,6 +100,7 @@ class KeyServiceAnswer(msgspec.Struct, frozen=True):
     kem_id: int = 0
     kdf_id: int = 0
     aead_id: int = 0
+    number: int = 0
 
 
 class KeyService:
@@ -183,7 +194,7 @@ def serve(control: socket.socket, key_service: KeyService) -> None:
                     question = decode(message)
                     may_ask = question.what == PUBLISH or sock not in (control, listener)
                     answer = key_service.answer(question) if may_ask else KeyServiceAnswer(error=UNSEAL_FAILED)
-                    sock.send(encode(answer), socket.MSG_DONTWAIT)
+                    sock.send(encode(replace(answer, number=question.number)), socket.MSG_DONTWAIT)
             except (OSError, msgspec.MsgspecError):
                 message = b""
             if not message:

@@ -18,11 +18,17 @@ ANSWER_TIMEOUT_S: Final = 10.0
 
 
 class RemoteUnsealer:
-    """Sends questions to a key service, one at a time."""
+    """Sends questions to a key service, one at a time.
+
+    Attributes:
+        is_silent: the last question got no answer in time.
+    """
 
     def __init__(self) -> None:
         self._sock: socket.socket | None = None
         self._turn = asyncio.Lock()
+        self._num_asked = 0
+        self.is_silent = False
 
     def attach(self, sock: socket.socket) -> None:
         """Takes a channel."""
@@ -54,15 +60,31 @@ class RemoteUnsealer:
             raise EngineError("the key service has not been reached")
         try:
             async with self._turn, asyncio.timeout(ANSWER_TIMEOUT_S):
+                self._num_asked += 1
+                question = msgspec.structs.replace(question, number=self._num_asked)
                 await loop.sock_sendall(self._sock, msgspec.msgpack.encode(question))
-                said = await loop.sock_recv(self._sock, MESSAGE_BYTES)
-        except (OSError, TimeoutError):
-            said = b""
-        if not said:
-            raise EngineError("the key service does not answer; the node has to be restarted")
-        answer = msgspec.msgpack.decode(said, type=KeyServiceAnswer)
+                answer = await self._receive(self._sock)
+        except TimeoutError:
+            self.is_silent = True
+            raise EngineError(
+                f"the key service did not answer within {ANSWER_TIMEOUT_S:.0f} s; send the request again"
+            ) from None
+        except OSError:
+            answer = None
+        if answer is None:
+            raise EngineError("the key service has ended; the node has to be restarted")
+        self.is_silent = False
         if answer.error == CACHE_FULL:
             raise ReplayCacheFullError("The receiver has as many requests as it can keep apart; try again in a moment.")
         if answer.error:
             raise UnsealError
         return answer
+
+    async def _receive(self, sock: socket.socket) -> KeyServiceAnswer | None:
+        """Returns the answer to the last question, and drops late ones to earlier questions. None if there will be none."""
+        loop = asyncio.get_running_loop()
+        while said := await loop.sock_recv(sock, MESSAGE_BYTES):
+            answer = msgspec.msgpack.decode(said, type=KeyServiceAnswer)
+            if answer.number == self._num_asked:
+                return answer
+        return None
