@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from cloister.policy import Profile
-from cloister.trust.attestation import AttestationError
+from cloister.trust.attestation import AttestationError, measuring
 from cloister.trust.attestation.measuring import (
     _beside,
     encode_manifest,
@@ -131,3 +131,12 @@ def test_a_manifest_is_canonical():
     encoded = encode_manifest({"b": "1", "a": "2"})
     assert encoded == json.dumps({"a": "2", "b": "1"}, separators=(",", ":")).encode()
     assert read_manifest(encoded) == {"a": "2", "b": "1"}
+
+
+def test_files_that_python_runs_when_it_starts_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(measuring, "_roots", lambda: [(tmp_path, "site")])
+    assert "site/hooked.pth" not in measuring.measure_code()
+    (tmp_path / "hooked.pth").write_text("import os\n")
+    digest = measure_file(tmp_path / "hooked.pth")
+    assert measuring.measure_code()["site/hooked.pth"] == digest
+    assert measuring.measure_installed()["site/hooked.pth"] == digest, "a release made here has it"

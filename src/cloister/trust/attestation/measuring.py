@@ -110,12 +110,14 @@ def measure_file(path: Path) -> str:
 
 
 def measure_code() -> dict[str, str]:
-    """Returns name -> SHA-256 digest (hex) of every file of code that this process loaded.
+    """Returns name -> SHA-256 digest (hex) of every file of code that this process loaded, and of the `.pth` files that Python
+    runs when it starts.
 
     Raises:
         AttestationError: one of them can no longer be read.
     """
-    paths = {*_modules(), *_mapped(), Path(sys.executable).resolve()}
+    startup = {path for root, name in _roots() if name == "site" for path in root.glob("*.pth")}
+    paths = {*_modules(), *_mapped(), *startup, Path(sys.executable).resolve()}
     return dict(sorted((_name(path), measure_file(path)) for path in paths))
 
 
@@ -176,7 +178,7 @@ def _beside(mapped: Iterable[Path]) -> Iterable[Path]:
 
 
 def _is_code(path: Path) -> bool:
-    return path.suffix == ".py" or ".so" in path.suffixes
+    return path.suffix in (".py", ".pth") or ".so" in path.suffixes
 
 
 def _modules() -> Iterable[Path]:

@@ -18,6 +18,7 @@ from importlib.machinery import BuiltinImporter, FrozenImporter
 from typing import Final
 
 from cloister.trust.hardening import kernel
+from cloister.trust.hardening.loaded_code import ChangedCodeError, end_comparison
 from cloister.trust.hardening.measure import Missing, Needs
 
 MADV_POPULATE_WRITE: Final = 23
@@ -67,6 +68,12 @@ def spans_of_code(maps: str) -> Iterator[CodePages]:
             yield CodePages(start, end - start, bits)
 
 
+def mapped_files(maps: str) -> set[str]:
+    """Returns the files that are mapped as machine code."""
+    lines = (line.split(maxsplit=5) for line in maps.splitlines())
+    return {line[5] for line in lines if len(line) > 5 and "x" in line[1] and line[5].startswith("/")}
+
+
 def _own(span: CodePages) -> None:
     """Makes each page private to this process, as a write would, without changing its content.
 
@@ -99,6 +106,10 @@ class Imports:
     stops = "code that was changed or added on disk after the start"
 
     def apply(self, needs: Needs) -> str:
+        try:
+            end_comparison(sorted(mapped_files(kernel.read_text("/proc/self/maps") or "")))
+        except (ChangedCodeError, OSError) as error:
+            raise Missing(str(error), "start the node again") from None
         sys.meta_path[:] = [BuiltinImporter, FrozenImporter]  # built-in modules may still be imported
         sys.path_hooks.clear()
         sys.path_importer_cache.clear()

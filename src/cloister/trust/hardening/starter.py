@@ -21,6 +21,7 @@ from typing import Any, Final
 from cloister.trust.hardening import kernel
 from cloister.trust.hardening.applying import CLOSING, MEASURES, HardeningError, apply
 from cloister.trust.hardening.code import Code
+from cloister.trust.hardening.loaded_code import CodeOfRole, compare_loads
 from cloister.trust.hardening.measure import Needs, Result, Results
 from cloister.trust.hardening.state import Sealed, remember
 
@@ -143,6 +144,7 @@ class _Desk:
         self._profile = profile
         self._roles = roles
         self._statuses: dict[int, int | None] = {}
+        self._codes = {name: CodeOfRole() for name in roles}
 
     def serve(self) -> None:
         """Serves until the other end is closed; the children end with their parent."""
@@ -160,7 +162,7 @@ class _Desk:
     def _answer(self, question: Mapping[str, Any], descriptors: Sequence[int]) -> dict[str, object]:
         match question:
             case {"do": "start", "role": str(role), "arguments": list(arguments)} if role in self._roles and descriptors:
-                return self._start(self._roles[role], [str(argument) for argument in arguments], descriptors[0])
+                return self._start(role, [str(argument) for argument in arguments], descriptors[0])
             case {"do": "poll", "pid": int(pid)} if pid in self._statuses:
                 return {"status": self._status(pid)}
             case {"do": "kill", "pid": int(pid)} if pid in self._statuses:
@@ -169,15 +171,20 @@ class _Desk:
                 return {}
         return {"error": "no such role or process", "status": None}
 
-    def _start(self, role: Role, arguments: Sequence[str], descriptor: int) -> dict[str, object]:
+    def _start(self, name: str, arguments: Sequence[str], descriptor: int) -> dict[str, object]:
+        role = self._roles[name]
+        record, known, is_complete = self._codes[name].begin()
         report, write = os.pipe()
         starter = os.getpid()
         pid = os.fork()
         if pid == 0:
             os.close(report)
             self._sock.close()
+            for code in self._codes.values():
+                code.close(record)
             _run(
                 lambda: self._harden(starter, role, write),
+                lambda: compare_loads(record, known, is_complete=is_complete),
                 lambda: _become(role.module, [*arguments, str(descriptor)]),
             )
         os.close(write)
