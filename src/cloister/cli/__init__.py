@@ -15,8 +15,10 @@ __all__ = ["VERBS", "app", "main"]
 
 PRELOADED: Final = "cloister.launch.preloading"
 UNFORKED: Final = frozenset(
-    ("--explain", "--help", "--help-all", "-h", "--json", "--sealed", "--no-fork-server", "--on", "--backend", "--device")
-    + ("private", "paranoid", "--profile=private", "--profile=paranoid")
+    (
+        *("--explain", "--help", "--help-all", "-h", "--json", "--sealed", "--no-fork-server", "--on", "--backend", "--device"),
+        *("private", "paranoid", "--profile=private", "--profile=paranoid"),
+    )
 )
 """Arguments of `serve` with which no engine is likely to be a fork of a template. A file of settings may say so as well: then
 a template has been started for nothing."""

@@ -42,8 +42,6 @@ def spawn_program(
     )
 
 
-
-
 def start_template(preloaded: str = "") -> Started:
     """Starts a template of engines, which waits for the settings (`channel.Boot`) that it is to build one with.
 

@@ -1,4 +1,5 @@
-"""The template of engines: `python -m cloister.engine.template FD [MODULE]`. It imports MODULE, gets settings, builds an engine once, and forks those that serve.
+"""The template of engines: `python -m cloister.engine.template FD [MODULE]`. It imports MODULE, waits
+for settings, builds an engine once, and forks those that serve.
 
 A template never runs its engine: it gets no request, and its KV cache is memory that nothing has touched. When it forks it has
 one thread. A fork shares all its pages, weights and code among them, until it writes to them, so it costs what it writes.

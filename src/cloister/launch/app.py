@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.engine.machine import freeze_gc_heap, process_age_s, return_free_memory
-from cloister.launch.backend import kept_tokenizers
+from cloister.launch.kept_files import kept_tokenizers
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import LOCAL, Settings
 from cloister.policy import Gate, is_loopback, read_credentials

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata, Weights
 from cloister.backends.draft_heads import DraftHeads
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
-from cloister.launch.backend import NO_QUANT, QUANT_VERSION, number_format
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import DecoderSpec
+from cloister.launch.backend import QUANT_VERSION, number_format
+from cloister.launch.backend_choice import NO_QUANT
 from cloister.models import LoadedModel, load, locate
 from cloister.policy import Policy
 from cloister.quant import quantize_on_read

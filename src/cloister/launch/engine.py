@@ -15,23 +15,18 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import FOREIGN_FAMILY, AttentionSpec, DecoderSpec, LayerGroup, group_layers
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, KVFormat, PrefixKeys
 from cloister.kv.codec_levels import is_lossy
-from cloister.launch.backend import (
-    NO_QUANT,
-    QUANT_VERSION,
-    choose_backend_for,
-    kept_tokenizers,
-    make_backend,
-    weights_cache,
-    write_in_few_bits,
-)
+from cloister.launch.backend import QUANT_VERSION, choose_backend_for, make_backend, write_in_few_bits
+from cloister.launch.backend_choice import NO_QUANT
 from cloister.launch.drafters import open_drafters
+from cloister.launch.kept_files import kept_tokenizers, weights_cache
 from cloister.launch.kv_ranges import plan_ranges, read_most_mappings, takes_ranges
 from cloister.launch.loading import Loading
 from cloister.launch.processes import close_engine

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cloister.launch.backend import chosen_backend
+from cloister.launch.backend_choice import chosen_backend
 from cloister.trust import hardening
 from cloister.trust.attestation.unit import engine_name
 from cloister.types.config import EngineConfig, ServerConfig
