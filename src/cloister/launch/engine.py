@@ -85,7 +85,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     max_model_len, longest = _max_model_len(config, model), _longest_prompt(config, model)
     pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
-    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
+    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config), defers=True)
     watch.lap("read")
     return_free_memory()  # before the weights are loaded, so that its memory is not added to theirs
     model = write_in_few_bits(config, model, loading, tokenizer)
