@@ -203,13 +203,8 @@ def test_compose_mounts_what_is_there_and_opens_nothing_to_the_network():
 def test_compose_gives_the_server_its_replicas(variables, wanted):
     compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
     command = compose["services"]["cloister"]["command"]  # Compose replaces variables and splits words as a shell does
-    printed = subprocess.run(
-        ["sh", "-c", f"printf '%s\\n' {command}"],
-        env={**variables, "MODEL": "a model"},
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+    script, environment = f"printf '%s\\n' {command}", {**variables, "MODEL": "a model"}
+    printed = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
     verb, *arguments = printed.splitlines()
     assert (verb, arguments[-len(wanted) :] if wanted else []) == ("serve", wanted)
     assert arguments[arguments.index("--model") + 1] == "a model"
