@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,6 @@ from cloister.launch.drafters import open_drafters
 from cloister.launch.kept_files import kept_tokenizers, weights_cache
 from cloister.launch.kv_ranges import plan_ranges, read_most_mappings, takes_ranges
 from cloister.launch.loading import Loading
-from cloister.launch.processes import close_engine
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
 from cloister.models.adapters import read_adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -261,6 +259,8 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
     Raises:
         HardeningError: the process cannot be locked down.
     """
+    from cloister.launch.processes import close_engine
+
     with Loading(config.model, shown=False) as loading:  # a locked-down process must not have a progress thread
         core = _build(config, loading, rehearses=True)
     close_engine()
@@ -420,11 +420,17 @@ def max_batched_tokens(config: EngineConfig) -> int:
     return config.max_batched_tokens or (1024 if (config.device or "cpu") == "cpu" else 2048)
 
 
+def _torch_version() -> str:
+    from importlib.metadata import version
+
+    return version("torch")
+
+
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """Everything that the bits of an answer depend on, as `system_fingerprint`."""
     # the maximum length of a sequence may affect rotations
     turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
-    tower = [] if model.spec.vision is None else [version("torch")]  # it computes towers for every back end
+    tower = [] if model.spec.vision is None else [_torch_version()]  # it computes towers for every back end
     lossy = [f"kv_tier_codec {config.kv_tier_codec}"] if is_lossy(config.kv_tier_codec) else []
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower, *lossy)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
