@@ -78,6 +78,14 @@ def test_a_server_that_does_not_start_leaves_no_template_and_searches_for_garbag
     assert "no/such/model" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("settings", ['profile = "private"', "fork_server = false"])
+def test_one_that_a_file_of_settings_makes_useless_ends_before_the_server_serves(settings: str, tmp_path: Path) -> None:
+    (tmp_path / "settings.toml").write_text(f'model = "cloister-5m"\nnum_threads = 1\n{settings}\n')
+    with ServeProcess("--config", str(tmp_path / "settings.toml"), "--weights-cache", str(tmp_path)) as server:
+        assert find_processes(server.process.pid, "template") == []
+        assert len(find_processes(server.process.pid, "engine")) == 1
+
+
 def test_a_server_has_one_template_and_loads_no_models_itself(tmp_path: Path) -> None:
     with ServeProcess("--num-threads", "1", "--weights-cache", str(tmp_path)) as server:
         assert len(find_processes(server.process.pid, "template")) == 1
