@@ -10,6 +10,9 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import http.client
+import json
 import os
 import re
 import signal
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import httpx
 
@@ -162,8 +166,14 @@ def time_wake(flags: Sequence[str], keeps: str) -> float:
 
 
 def complete(server: ServeProcess) -> None:
-    body = {"prompt": list(range(NUM_PROMPT)), "max_tokens": 1}
-    httpx.post(f"{server.url}/v1/completions", json=body, timeout=TIMEOUT_S).raise_for_status()
+    body = json.dumps({"prompt": list(range(NUM_PROMPT)), "max_tokens": 1})
+    connection = http.client.HTTPConnection(urlsplit(server.url).netloc, timeout=TIMEOUT_S)  # at once: httpx reads certificates
+    with contextlib.closing(connection):
+        connection.request("POST", "/v1/completions", body, {"content-type": "application/json"})
+        reply = connection.getresponse()
+        if reply.status != http.HTTPStatus.OK:
+            raise SystemExit(reply.read().decode())
+        reply.read()
 
 
 def wait_until(condition: Callable[[], bool]) -> None:

@@ -19,7 +19,7 @@ import httpx
 MODEL = "cloister-5m"
 START_TIMEOUT_S = 90.0
 STOP_TIMEOUT_S = 60.0
-_POLL_S = 0.05
+_POLL_S = 0.01
 
 
 class ServeProcess:

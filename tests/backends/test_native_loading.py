@@ -31,7 +31,7 @@ class OnlyThere:  # before the finders of an editable installation, which know w
 sys.meta_path.insert(0, OnlyThere())
 from cloister.backends.availability import why_no_kernels
 from cloister.launch import resolve_settings
-from cloister.launch.backend import chosen_backend
+from cloister.launch.backend_choice import chosen_backend
 from cloister.backends import BACKENDS
 from cloister.cli.doctor import check_kernels
 from cloister.types.errors import ConfigError

@@ -31,8 +31,8 @@ def _small_models_are_kept_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(store, "_LEAST_BYTES", 0)
 
 
-def start(directory: Path, weights: Weights, identity: str = IDENTITY) -> bytes:
-    backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(directory))
+def start(directory: Path, weights: Weights, identity: str = IDENTITY, kernels: str | None = None) -> bytes:
+    backend = NativeBackend(num_threads=1, device="cpu", dtype="bfloat16", store=PackedStore(directory), kernels=kernels)
     program = backend.build(SPEC, weights, KVLayout(8, 16), identity=identity)
     return Driver(program, 8, 16).run("a", list(range(40))).tobytes()
 
@@ -45,6 +45,17 @@ def test_a_second_start_reads_no_weights_and_gives_the_same_bits(quant: str, tmp
     assert start(tmp_path / "new", GivenWeights({})) == first
     with pytest.raises(KeyError):
         start(tmp_path / "new", GivenWeights({}), "other weights")
+
+
+@pytest.mark.parametrize("quant", ["none", "int8"])
+def test_what_one_instruction_set_packed_another_one_computes_as_if_it_had_packed_it(quant: str, tmp_path: Path) -> None:
+    plain = RandomWeights(SPEC)
+    weights = plain if quant == "none" else QuantizedWeights(plain, FORMATS.get(quant)(FormatOptions()))
+    for packing, computing in ((None, "scalar"), ("scalar", None)):
+        directory = tmp_path / str(packing)
+        start(directory, weights, kernels=packing)
+        own = start(tmp_path / "own", weights, str(packing), computing)
+        assert start(directory, GivenWeights({}), kernels=computing) == own
 
 
 def test_only_their_owner_may_read_the_files(tmp_path: Path) -> None:

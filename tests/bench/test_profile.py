@@ -8,8 +8,8 @@ import pytest
 
 from cloister.backends import BACKENDS
 from cloister.backends.base import LOGITS
+from cloister.backends.factories import FOREIGN_FAMILY
 from cloister.backends.recording import OperatorSpan, Watched, watch
-from cloister.backends.spec import FOREIGN_FAMILY
 from cloister.bench.kernels import make_batch
 from cloister.bench.profile import ProfiledStep, list_parts, list_threads, profile_engine, program_of, to_trace
 from cloister.bench.roofline_operators import Work

@@ -199,11 +199,11 @@ def test_the_doctor_counts_memory_as_serve_does(monkeypatch):
     def machine(mib):
         return lambda: Machine(1, mib << 20, mib << 20, "cgroup")
 
-    monkeypatch.setattr("cloister.launch.default_model.read_machine", machine(640))
+    monkeypatch.setattr("cloister.launch.budget.read_machine", machine(640))
     check = doctor.check_memory("cloister-5m")  # less than 1 GiB, and enough for this model
     assert check.good
     assert "cloister-5m takes" in check.detail
-    monkeypatch.setattr("cloister.launch.default_model.read_machine", machine(300))
+    monkeypatch.setattr("cloister.launch.budget.read_machine", machine(300))
     check = doctor.check_memory("cloister-5m")
     assert not check.good
     assert "give it" in check.advice

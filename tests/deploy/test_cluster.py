@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
@@ -139,6 +140,25 @@ def test_compose_files_fit_the_schema_of_the_compose_specification(name: str) ->
         del service["read-only"]
 
 
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({"REPLICAS": "3"}, {"--replicas": "3"}),
+        ({"REPLICAS": "3", "MIN_REPLICAS": "1", "MAX_REPLICAS": "3"}, {"--min-replicas": "1", "--max-replicas": "3"}),
+    ],
+)
+def test_compose_gives_the_front_its_replicas(variables: dict[str, str], wanted: dict[str, str]) -> None:
+    command = COMPOSE["services"]["front"]["command"][0].replace("$$", "$")
+    script = command.replace("/opt/cloister/bin/ray", "true").replace("exec /opt/cloister/bin/cloister", r"printf '%s\n'")
+    environment = {"MODEL": "cloister-5m", "MAX_REPLICAS": "", **variables}
+    printed = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
+    verb, *arguments = printed.splitlines()
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    assert verb == "serve"
+    assert {flag: value for flag, value in given.items() if "replicas" in flag} == wanted
+    assert {name[2:].replace("-", "_") for name in given} <= set(setting_names(EngineConfig, ServerConfig))
+
+
 def test_compose_opens_loopback_only_and_has_a_node_for_each_replica() -> None:
     front, node = COMPOSE["services"]["front"], COMPOSE["services"]["node"]
     assert front["ports"] == ["127.0.0.1:8000:8000"]
@@ -150,7 +170,5 @@ def test_compose_opens_loopback_only_and_has_a_node_for_each_replica() -> None:
         assert service["build"]["args"] == {"EXTRAS": "ray"}
         assert service["environment"]["RAY_AUTH_MODE"] == "token"
         assert service["environment"]["RAY_AUTH_TOKEN"].startswith("${RAY_AUTH_TOKEN:?")
-    flags = flags_of(front["command"][0])
-    assert {name.replace("-", "_") for name in flags} <= set(setting_names(EngineConfig, ServerConfig))
     assert front["environment"]["REPLICAS"] == f"${{REPLICAS:-{node['deploy']['replicas']}}}"
     assert "ARG EXTRAS=" in (ROOT / "Dockerfile").read_text()

@@ -189,8 +189,31 @@ def test_compose_mounts_what_is_there_and_opens_nothing_to_the_network():
             source = volume.partition(":")[0]
             assert (DEPLOY / source).is_dir() if source.startswith(".") else source in compose["volumes"]
     assert (DEPLOY / services["cloister"]["build"]["context"] / "Dockerfile").is_file()
-    flags = [word.removeprefix("--").replace("-", "_") for word in services["cloister"]["command"] if word.startswith("--")]
-    assert set(flags) <= set(setting_names(EngineConfig, ServerConfig))
+
+
+@pytest.mark.parametrize(
+    ("variables", "wanted"),
+    [
+        ({}, []),
+        ({"REPLICAS": "2"}, ["--replicas", "2"]),
+        ({"MAX_REPLICAS": "4"}, ["--min-replicas", "1", "--max-replicas", "4"]),
+        ({"MIN_REPLICAS": "0", "MAX_REPLICAS": "4"}, ["--min-replicas", "0", "--max-replicas", "4"]),
+    ],
+)
+def test_compose_gives_the_server_its_replicas(variables, wanted):
+    compose = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    command = compose["services"]["cloister"]["command"]  # Compose replaces variables and splits words as a shell does
+    script, environment = f"printf '%s\\n' {command}", {**variables, "MODEL": "a model"}
+    printed = subprocess.run(["sh", "-c", script], env=environment, capture_output=True, text=True, check=True).stdout
+    verb, *arguments = printed.splitlines()
+    assert (verb, arguments[-len(wanted) :] if wanted else []) == ("serve", wanted)
+    assert arguments[arguments.index("--model") + 1] == "a model"
+    given = dict(zip(arguments[::2], arguments[1::2], strict=True))
+    resolve_settings({flag.removeprefix("--").replace("-", "_"): _typed(value) for flag, value in given.items()})
+
+
+def _typed(value):
+    return int(value) if value.isdecimal() else value
 
 
 def test_grafana_finds_prometheus_and_prometheus_the_server():

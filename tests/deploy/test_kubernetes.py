@@ -59,6 +59,20 @@ def test_helm_gives_each_pod_its_engines() -> None:
     assert "--replicas=2" in container["args"]
 
 
+def test_helm_lets_engines_come_and_go() -> None:
+    [container] = render({"maxEngines": 4, "minEngines": 0})["Deployment"]["spec"]["template"]["spec"]["containers"]
+    assert [word for word in container["args"] if "replicas" in word] == ["--min-replicas=0", "--max-replicas=4"]
+
+
+@pytest.mark.parametrize(
+    "values", [{"maxEngines": 4, "engines": 2}, {"minEngines": 2}, {"minEngines": 3, "maxEngines": 2}, {"maxEngines": -1}]
+)
+def test_helm_refuses_engines_that_contradict_each_other(values: dict[str, int]) -> None:
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    with pytest.raises(helm.HelmError):
+        render(values)
+
+
 def test_helm_has_nothing_against_the_chart_and_refuses_values_that_it_does_not_know() -> None:
     helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
     found = helm.lint(str(CHART))

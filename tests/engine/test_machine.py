@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.engine.machine import cpu_seconds, freeze_gc_heap, read_machine, resident_bytes
+from cloister.engine.machine import cpu_seconds, freeze_gc_heap, pause_gc, read_machine, resident_bytes
 
 GIB = 2**30
 HOST = {"proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 100 kB\nMemAvailable: {48 * 2**20} kB\n"}
@@ -144,3 +144,24 @@ def test_what_is_exempt_from_collection_is_in_use_and_may_be_freed_when_it_no_lo
         assert gone() is None
     finally:
         gc.enable()
+
+
+def test_nothing_is_searched_from_a_pause_to_a_freeze_which_need_not_search_either() -> None:
+    class Node:
+        own: Node
+
+    node = Node()
+    node.own, lives = node, weakref.ref(node)
+    pause_gc()
+    try:
+        assert not gc.isenabled()
+        del node
+        freeze_gc_heap(searches=False)
+        assert gc.isenabled()
+        gc.collect()
+        assert lives() is not None
+        freeze_gc_heap(thaw=True)
+        assert lives() is None
+    finally:
+        gc.enable()
+        gc.unfreeze()

@@ -19,8 +19,9 @@ from typing import Any
 import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
-from cloister.engine.child_process import ProcessHandle, spawn_program
+from cloister.engine.child_process import ProcessHandle
 from cloister.engine.engine_process import NICENESS
+from cloister.engine.spawning import spawn_program
 from cloister.engine.supervision import Restarts
 from cloister.engine.transports import Spawn
 from cloister.types.errors import (

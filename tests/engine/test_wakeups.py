@@ -7,7 +7,7 @@ import asyncio
 import msgspec
 
 from cloister.engine import EngineClient
-from cloister.engine.client import WAKEUPS_A_TURN
+from cloister.engine.client import BATCH, WAKEUPS_A_TURN
 from cloister.types.events import Outputs
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from tests.engine.fake_transport import FakeTransport, opened_client
@@ -31,14 +31,14 @@ class Reader:
         read: what it read, in order; also noted in `log`, with its name.
     """
 
-    def __init__(self, client: EngineClient, log: list[str], name: str, n: int = 1) -> None:
+    def __init__(self, client: EngineClient, log: list[str], name: str, n: int = 1, *, in_batches: bool = False) -> None:
         self.request = make_request(n=n)
         self.read: list[SequenceOutput] = []
         self._log, self._name = log, name
-        self.task = asyncio.create_task(self._run(client))
+        self.task = asyncio.create_task(self._run(client, in_batches))
 
-    async def _run(self, client: EngineClient) -> None:
-        async for output in client.generate(self.request):
+    async def _run(self, client: EngineClient, in_batches: bool) -> None:
+        async for output in client.generate(self.request, in_batches=in_batches):
             self.read.append(output)
             self._log.append(self._name)
 
@@ -154,3 +154,42 @@ def test_text_comes_before_the_error_that_breaks_it_off() -> None:
         ("a", None),
         ("", "the engine died"),
     ]
+
+
+def test_a_reader_of_a_whole_answer_is_woken_for_many_tokens_at_once_and_at_the_end() -> None:
+    client = make_client()
+
+    async def main() -> None:
+        reader = Reader(client, [], "whole", in_batches=True)
+        await let_run()
+        texts = [chr(ord("a") + number % 26) for number in range(2 * BATCH + 3)]
+        sizes = set()
+        for text in texts:
+            client.receive(Outputs([part(reader.request, text)], []))
+            await let_run()
+            sizes.add(len(reader.read))
+        client.receive(Outputs([end(reader.request)], []))
+        await reader.task
+        assert sizes == {0, BATCH, 2 * BATCH}
+        assert "".join(output.text for output in reader.read) == "".join(texts)
+        assert reader.read[-1].finish_reason is FinishReason.LENGTH
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_the_end_of_each_of_several_answers_wakes_a_reader_of_whole_ones() -> None:
+    client = make_client()
+
+    async def main() -> None:
+        reader = Reader(client, [], "whole", n=2, in_batches=True)
+        await let_run()
+        client.receive(Outputs([part(reader.request, "a", 1), part(reader.request, "b", 0)], []))
+        await let_run()
+        assert reader.read == []
+        client.receive(Outputs([end(reader.request)], []))
+        await let_run()
+        assert [output.index for output in reader.read] == [1, 0, 0]
+        client.receive(Outputs([msgspec.structs.replace(end(reader.request), index=1)], []))
+        await reader.task
+
+    asyncio.run(asyncio.wait_for(main(), 60))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import struct
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from cloister.models import load
 from cloister.models.gguf.tensors import TYPES as KNOWN
 from cloister.models.gguf.tensors import find_entry
 from cloister.types.errors import ModelError
-from cloister.types.gguf import read_gguf
+from cloister.types.gguf import GGUFArray, read_gguf
 from tests.driving import build
 from tests.gguf_factory import TYPES, finish, make_gguf, quantise
 from tests.reference import greedy
@@ -330,3 +331,14 @@ def test_yarn_of_a_config_is_that_of_transformers(tmp_path: Path) -> None:
     agreement = compare(path, PROMPT * 2, 20)
     assert agreement.difference <= 1e-4
     assert agreement.num_equal == agreement.num_tokens
+
+
+def test_texts_are_found_among_many_as_if_all_were_decoded() -> None:
+    texts = ["a", "", "</s>", "b</s>", "<|im_end|>", "</s>", "ä", "<|im_end|", "</s>"]
+    raw = b"".join(struct.pack("<Q", len(text.encode())) + text.encode() for text in texts)
+    array = GGUFArray(8, len(texts), raw)
+    wanted = {"</s>", "<|im_end|>", "ä", "absent"}
+    assert array.strings() == texts
+    assert array.find(wanted) == [(number, text) for number, text in enumerate(texts) if text in wanted]
+    with pytest.raises(ValueError, match="not an array of strings"):
+        GGUFArray(4, 1, bytes(4)).find(wanted)

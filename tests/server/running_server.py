@@ -68,7 +68,9 @@ class ScriptedEngine(EngineClient):
         self.left: list[str] = []
         self.ended = threading.Event()
 
-    async def generate(self, request: Request, observer: RequestObserver | None = None) -> AsyncGenerator[SequenceOutput, None]:
+    async def generate(
+        self, request: Request, observer: RequestObserver | None = None, *, in_batches: bool = False
+    ) -> AsyncGenerator[SequenceOutput, None]:
         self.taken.append(request)
         complete = False
         try:

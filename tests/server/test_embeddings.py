@@ -45,7 +45,7 @@ class CountingEngine(ScriptedEngine):
 
     num_open = most_open = 0
 
-    async def generate(self, request, observer=None):
+    async def generate(self, request, observer=None, *, in_batches=False):
         self.num_open += 1
         self.most_open = max(self.most_open, self.num_open)
         await asyncio.sleep(0)

@@ -17,7 +17,7 @@ from tests.virtual_time import run
 TIMEOUT_S = 10.0
 
 
-def job_of(num_prompts: int) -> GenerationJob:
+def job_of(num_prompts: int, *, stream: bool = False) -> GenerationJob:
     admission: Admission = make_gate().admit(None)
     return make_job(
         [[1, 2]] * num_prompts,
@@ -27,7 +27,7 @@ def job_of(num_prompts: int) -> GenerationJob:
         prefix="test",
         model_name="test",
         timeout_s=TIMEOUT_S,
-        stream=False,
+        stream=stream,
         include_usage=False,
     )
 
@@ -35,7 +35,7 @@ def job_of(num_prompts: int) -> GenerationJob:
 def engine_that_takes(answer_s: float, taken: list[Request]):
     """An engine that ends every request after `answer_s`, or at its deadline."""
 
-    async def generate(request: Request) -> AsyncGenerator[SequenceOutput, None]:
+    async def generate(request: Request, *, in_batches: bool) -> AsyncGenerator[SequenceOutput, None]:
         taken.append(request)
         await asyncio.sleep(min(answer_s, request.timeout_s))
         yield output(request, end=FinishReason.STOP if answer_s <= request.timeout_s else FinishReason.TIMEOUT)
@@ -60,3 +60,19 @@ def test_a_job_of_many_prompts_ends_at_its_deadline() -> None:
         return asyncio.get_running_loop().time()
 
     assert run(ask_in_vain()) == pytest.approx(TIMEOUT_S)
+
+
+@pytest.mark.parametrize("num_prompts", [1, 2])
+@pytest.mark.parametrize("stream", [False, True])
+def test_only_a_stream_reads_every_token_by_itself(num_prompts: int, stream: bool) -> None:
+    asked: list[bool] = []
+
+    async def generate(request: Request, *, in_batches: bool) -> AsyncGenerator[SequenceOutput, None]:
+        asked.append(in_batches)
+        yield output(request, end=FinishReason.STOP)
+
+    async def ask_all() -> None:
+        assert len([numbered async for numbered in run_job(generate, job_of(num_prompts, stream=stream))]) == num_prompts
+
+    run(ask_all())
+    assert asked == [not stream] * num_prompts

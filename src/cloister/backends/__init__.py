@@ -4,6 +4,6 @@ Importing this package registers every back end in `BACKENDS`; what one computes
 """
 
 from cloister.backends import native, torch
-from cloister.backends.base import BACKENDS
+from cloister.backends.factories import BACKENDS
 
 __all__ = ["BACKENDS", "native", "torch"]

@@ -46,7 +46,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import Flag, auto
-from pathlib import Path
 from typing import Final, Protocol
 
 import msgspec
@@ -63,7 +62,6 @@ from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.types.errors import ConfigError, EngineError
 from cloister.types.images import ImageTile
 from cloister.types.layerwise import CellLayout
-from cloister.types.registry import Registry
 
 IntArray = npt.NDArray[np.int32]
 FloatArray = npt.NDArray[np.float32]
@@ -624,31 +622,3 @@ class Backend(Protocol):
                 (`DecoderSpec.merges_hidden`); None for any other decoder.
         """
         ...
-
-
-class BackendFactory(Protocol):
-    """Makes a back end; called once, after its name was chosen.
-
-    Args:
-        num_threads: threads for arithmetic.
-        device: "cpu" or "cuda".
-        dtype: "float32" or "bfloat16", of weights that come as numbers, and of activations; None for what suits it best.
-        kv_dtype: of KV, one of "float32", "bfloat16", "int8", "int4"; None for `dtype`.
-        store: directory in which it may keep what it made of weights; None keeps nothing.
-        store_bytes: what that may take.
-    """
-
-    def __call__(
-        self,
-        *,
-        num_threads: int,
-        device: str,
-        dtype: str | None = None,
-        kv_dtype: str | None = None,
-        numerics: str = "exact",
-        store: Path | None = None,
-        store_bytes: int | None = None,
-    ) -> Backend: ...
-
-
-BACKENDS: Registry[BackendFactory] = Registry("back end")

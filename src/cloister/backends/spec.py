@@ -6,12 +6,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Literal, TypeAlias
 
 from cloister.backends.vision import AnyVisionSpec
-
-FOREIGN_FAMILY: Final = "transformers"
-"""The family of a model without a spec: no layers are known of it."""
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
 """`relu2` is relu(x) ** 2 (So et al. 2021; Nemotron-H)."""

@@ -92,7 +92,7 @@ def check_python() -> Check:
 def chosen_backend() -> str:
     """The back end that `serve` would use here."""
     from cloister.launch import resolve_settings
-    from cloister.launch.backend import chosen_backend as choose
+    from cloister.launch.backend_choice import chosen_backend as choose
 
     return choose(resolve_settings().engine.config)
 

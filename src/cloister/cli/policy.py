@@ -73,7 +73,7 @@ def compare(
 def list_entries() -> tuple[Entry, ...]:
     """All features of this build: registered implementations, then those that packages declare."""
     from cloister import kv, scheduler
-    from cloister.backends.base import BACKENDS
+    from cloister.backends import BACKENDS
     from cloister.client.node_selection import DRAW_THREAT
     from cloister.cluster.hot_prefixes import DUPLICATION_THREAT
     from cloister.cluster.migration import MIGRATION_THREAT

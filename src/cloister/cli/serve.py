@@ -33,11 +33,13 @@ def serve(
     if explain:
         _explain([*resolved.engine.reasons, *resolved.server.reasons], as_json)
         return
+    from cloister.engine.spawning import discard_early_template
     from cloister.launch import launch_sealed
     from cloister.launch import serve as run_server
     from cloister.trust.hardening import sealed
 
     if resolved.server.config.sealed and sealed() is None:
+        discard_early_template()  # a file of settings said it: what starts now has no process but its own
         launch_sealed(resolved, sys.argv[1:], settings.config_file)
     raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # flush: a program may read the address from a pipe
 

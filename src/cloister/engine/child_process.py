@@ -1,19 +1,14 @@
-"""Child processes that serve an engine: executed programs, and forks of a template that this process has adopted."""
+"""Child processes that serve an engine: executed programs (`engine.spawning`), and forks of a template that this process has
+adopted."""
 
 from __future__ import annotations
 
 import asyncio
 import os
 import signal
-import socket
-import subprocess
-import sys
 import time
-from collections.abc import Mapping
 from typing import Final, Protocol
 
-ENGINE: Final = "cloister.engine.engine_process"
-TEMPLATE: Final = "cloister.engine.template"
 _EXIT_POLL_S: Final = 0.01
 _LAST_WAIT_S: Final = 1.0
 
@@ -27,22 +22,6 @@ class ProcessHandle(Protocol):
     def poll(self) -> int | None: ...
 
     def kill(self) -> None: ...
-
-
-def spawn_program(far: socket.socket, variables: Mapping[str, str] = {}, module: str = ENGINE) -> ProcessHandle:
-    """Starts a process by executing the interpreter again: no shell, no port, no name that another process could take.
-
-    Args:
-        far: the process's end of a socket pair; its number is the argument of the module.
-        variables: environment variables, in addition to those of this process.
-    """
-    return subprocess.Popen(
-        [sys.executable, "-P", "-m", module, str(far.fileno())],
-        stdin=subprocess.DEVNULL,
-        env={**os.environ, **variables},
-        pass_fds=(far.fileno(),),
-        process_group=0,  # so that Ctrl-C in a terminal reaches the front only
-    )
 
 
 class ForkedProcess:

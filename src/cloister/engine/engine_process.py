@@ -25,6 +25,7 @@ from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.kv_transports import KVTransport
 from cloister.engine.kv_unit import NUM_DESCRIPTORS, SEALED, UnitSeat
+from cloister.engine.machine import freeze_gc_heap, pause_gc
 from cloister.engine.sealed_channels import SealedChannels
 from cloister.engine.supervision import STACKS_SIGNAL
 from cloister.types.config import EngineConfig
@@ -47,6 +48,7 @@ Send = Callable[[EngineMessage], None]
 
 def main(fd: int) -> int:
     """Builds and runs the engine that the front requests; returns the exit status."""
+    pause_gc()
     ignore_terminal()
     end_with_parent()  # covers what _listen cannot: a thread that never releases the interpreter lock
     name_process("engine")
@@ -94,6 +96,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
         return 1
     del boot, frame, kv_pool  # the secret of the pool lies in locked memory now
     core.freeze_gc_heap()
+    freeze_gc_heap(searches=False)
     readers = [listening]
     if listener is not None:
         readers.append(threading.Thread(target=listener.run, name="cloister-channels", daemon=True))

@@ -17,7 +17,8 @@ from typing import Final
 import msgspec
 
 from cloister.engine import channel, child_process
-from cloister.engine.child_process import ForkedProcess, ProcessHandle, spawn_program
+from cloister.engine.child_process import ForkedProcess, ProcessHandle
+from cloister.engine.spawning import spawn_program, start_template, take_early_template
 from cloister.engine.supervision import Restarts
 from cloister.types.errors import CloisterError, EngineError, recreate
 from cloister.types.events import Failed
@@ -204,10 +205,9 @@ class _Template:
         self.boot = boot
         self.refusal = ""
         self._pidfd: int | None = None
-        self._control, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        process, self._control = take_early_template() or start_template()
+        self.process: ProcessHandle = process
         try:
-            with far:
-                self.process = spawn_program(far, module=child_process.TEMPLATE)
             self._control.send(channel.encode(boot))
             self._control.setblocking(False)
         except BaseException:

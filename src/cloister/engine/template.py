@@ -1,4 +1,5 @@
-"""The template of engines: `python -m cloister.engine.template FD`. It builds an engine once, and forks those that serve.
+"""The template of engines: `python -m cloister.engine.template FD [MODULE]`. It imports MODULE, waits
+for settings, builds an engine once, and forks those that serve.
 
 A template never runs its engine: it gets no request, and its KV cache is memory that nothing has touched. When it forks it has
 one thread. A fork shares all its pages, weights and code among them, until it writes to them, so it costs what it writes.
@@ -12,7 +13,9 @@ then an engine like any other.
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import logging
 import os
 import socket
@@ -25,7 +28,7 @@ import msgspec
 from cloister.engine import channel, engine_process
 from cloister.engine.core import EngineCore
 from cloister.engine.fork_server import MESSAGE_BYTES, MYSELF, PID_BYTES, TemplateReady
-from cloister.engine.machine import freeze_gc_heap, return_free_memory
+from cloister.engine.machine import freeze_gc_heap, pause_gc, return_free_memory
 from cloister.types.events import EngineMessage
 from cloister.types.logs import describe
 from cloister.types.processes import count_threads, end_with_parent, name_process
@@ -36,14 +39,25 @@ THREADED_LIBRARIES: Final = ("torch",)
 _logger = logging.getLogger("cloister.engine.template")  # it runs as `__main__`, whose messages no log shows
 
 
-def main(descriptor: int) -> int:
-    """Runs the template; returns the exit status."""
+def main(descriptor: int, preloaded: str = "") -> int:
+    """Runs the template; returns the exit status.
+
+    Args:
+        preloaded: a module that is imported before the settings are there; empty for none.
+    """
+    pause_gc()
     engine_process.ignore_terminal()
     end_with_parent()
     name_process("template")
     faulthandler.enable()
     control = socket.socket(fileno=descriptor)
-    boot = channel.decode_boot(control.recv(MESSAGE_BYTES))
+    if preloaded:
+        with contextlib.suppress(ImportError):  # what is missing is an error of the engine that needs it, and says so
+            importlib.import_module(preloaded)
+    received = control.recv(MESSAGE_BYTES)
+    if not received:
+        return 0  # the front has ended, or needs no template
+    boot = channel.decode_boot(received)
     engine_process.set_up(boot)
     core = engine_process.build(boot, lambda message: _send(control, message))
     if core is None:
@@ -136,7 +150,7 @@ def prepare() -> str:
     """
     if loaded := [name for name in THREADED_LIBRARIES if name in sys.modules]:
         return f"{', '.join(loaded)} has threads that a fork would lack"
-    freeze_gc_heap()  # forks share these pages, so the garbage collector must not touch them
+    freeze_gc_heap(searches=False)  # forks share these pages, so the garbage collector must not touch them
     return_free_memory()
     if (child := os.fork()) == 0:
         os._exit(0)
@@ -146,4 +160,4 @@ def prepare() -> str:
 
 
 if __name__ == "__main__":
-    os._exit(main(int(sys.argv[1])))
+    os._exit(main(int(sys.argv[1]), *sys.argv[2:]))

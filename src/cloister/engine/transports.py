@@ -19,11 +19,12 @@ import msgspec
 
 from cloister.engine import channel, child_process
 from cloister.engine.channel import MessageStream
-from cloister.engine.child_process import ProcessHandle, spawn_program
+from cloister.engine.child_process import ProcessHandle
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.kv_pool import KVPool, PoolSeat
 from cloister.engine.kv_unit import KVUnit, UnitSeat
 from cloister.engine.sealed_channels import open_listener
+from cloister.engine.spawning import spawn_program
 from cloister.engine.supervision import STACKS_SIGNAL, Supervision
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate

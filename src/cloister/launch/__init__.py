@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from cloister.launch.app import build_gate
-    from cloister.launch.backend import NO_QUANT, number_format
-    from cloister.launch.default_model import budget_model
+    from cloister.launch.backend import number_format
+    from cloister.launch.backend_choice import NO_QUANT
+    from cloister.launch.budget import budget_model
     from cloister.launch.engine import build_engine, build_program, build_scheduler, build_sealed_engine
     from cloister.launch.processes import ENGINE_ENTRY, SEALED_ENGINE_ENTRY
     from cloister.launch.sealed import launch_sealed
@@ -37,10 +38,10 @@ __all__ = [
 
 _HOME = {
     "ENGINE_ENTRY": "processes",
-    "NO_QUANT": "backend",
+    "NO_QUANT": "backend_choice",
     "SEALED_ENGINE_ENTRY": "processes",
     "Settings": "settings",
-    "budget_model": "default_model",
+    "budget_model": "budget",
     "build_engine": "engine",
     "build_gate": "app",
     "build_program": "engine",

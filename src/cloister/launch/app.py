@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cloister.engine.machine import freeze_gc_heap, process_age_s, return_free_memory
-from cloister.launch.backend import kept_tokenizers
+from cloister.launch.kept_files import kept_tokenizers
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import LOCAL, Settings
 from cloister.policy import Gate, is_loopback, read_credentials
@@ -163,7 +163,6 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             early = _find_early(config.model)
             read = partial(Tokenizer, kept=kept_tokenizers(config))
             tokenizer = await asyncio.to_thread(read, early) if early is not None else None
-            freeze_gc_heap()  # here it costs no time, since the engine loads meanwhile; below little is left to search
         except asyncio.CancelledError:
             starting.cancel()  # the server stops: nobody waits for the engine any more
             raise
@@ -190,7 +189,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     except BaseException:
         await engine.drain(0.0)
         raise
-    freeze_gc_heap()  # a search of all this would stop all streams for 0.1 s again and again
+    freeze_gc_heap(searches=False)  # a search of all this would stop all streams for 0.1 s again and again
     return_free_memory()
     watch.lap("front")
     (name, engine_imported_s), *others = engine.startup
@@ -240,6 +239,7 @@ async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable
         announce(notice)
     announce(f"one at a time in memory: {', '.join(settings.models)}")
     app = surround(ModelSwitch(switcher, entries), calls, gate, front, stored=stored)
+    freeze_gc_heap(searches=False)
     close = tracer.close if tracer is not None else lambda: None
     return ServerApp(
         app, switcher, reread_sources(settings, gate), close, lambda: engine.fault() if engine is not None else None

@@ -1,20 +1,22 @@
-"""Selects the back end and the quantization format from the settings."""
+"""Makes the back end and the number format that the settings and the model ask for."""
 
 from __future__ import annotations
 
 import logging
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from cloister.backends import BACKENDS
-from cloister.backends.availability import has_torch, why_no_kernels
+from cloister.backends.availability import has_torch
 from cloister.backends.base import Backend
 from cloister.backends.encoder_spec import EncoderSpec
+from cloister.backends.factories import FOREIGN_FAMILY
 from cloister.backends.native.limits import list_missing
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.backends.spec import DecoderSpec
 from cloister.engine.machine import Machine
 from cloister.kv.codec_levels import is_lossy
+from cloister.launch.backend_choice import NO_QUANT, chosen_backend
+from cloister.launch.kept_files import cache_bytes, weights_cache
 from cloister.models import LoadedModel
 from cloister.quant import FORMATS, FormatOptions, NumberFormat, choose_kv_dtype, quantize_on_read
 from cloister.types.config import EngineConfig
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from cloister.text import Tokenizer
 
 _logger = logging.getLogger(__name__)
-NO_QUANT: Final = "none"
 QUANT_VERSION: Final = 2
 """Increment it when a number format writes other codes for the same weights."""
 
@@ -57,11 +58,6 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
     )
 
 
-def chosen_backend(config: EngineConfig) -> str:
-    """Returns the name of the back end: the setting, or the default of this machine."""
-    return config.backend or choose_backend(config.device or "cpu")[0]
-
-
 def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
     """Returns the name of the back end for a model of that spec.
 
@@ -74,14 +70,6 @@ def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
     if config.backend is None and name == "native" and list_missing(spec) and has_torch():
         return "torch"
     return name
-
-
-def choose_backend(device: str) -> tuple[str, str]:
-    """Returns the default back end's name and the reason."""
-    if device != "cpu":
-        return "torch", f"the device is {device}"
-    reason = why_no_kernels()
-    return ("native", "the device is a CPU") if reason is None else ("torch", reason)
 
 
 def number_format(name: str) -> NumberFormat:
@@ -107,24 +95,3 @@ def write_in_few_bits(
         return replace(model, weights=quantize_on_read(model.spec, model.weights, form))
     cache, most_bytes = weights_cache(config), cache_bytes(config)
     return calibrate_on_load(model, form, tokenizer, cache, most_bytes, loading)
-
-
-def cache_bytes(config: EngineConfig) -> int:
-    """Returns the disk limit of packed weights, and equally of calibrated ones."""
-    return round(config.weights_cache_mb * (1 << 20))
-
-
-def kept_tokenizers(config: EngineConfig) -> Path | None:
-    """Returns the cache directory for tokenizers that are slow to build; None disables it."""
-    cache = weights_cache(config)
-    return None if cache is None else cache / "tokenizers"
-
-
-def weights_cache(config: EngineConfig) -> Path | None:
-    """Returns the cache directory for packed weights; None disables it, as for a user without a home directory."""
-    if not config.weights_cache:
-        return None
-    try:
-        return Path(config.weights_cache).expanduser()
-    except RuntimeError:  # neither HOME nor a user entry, as in many containers
-        return None

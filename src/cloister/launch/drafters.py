@@ -9,10 +9,11 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata, Weights
 from cloister.backends.draft_heads import DraftHeads
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
-from cloister.launch.backend import NO_QUANT, QUANT_VERSION, number_format
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import DecoderSpec
+from cloister.launch.backend import QUANT_VERSION, number_format
+from cloister.launch.backend_choice import NO_QUANT
 from cloister.models import LoadedModel, load, locate
-from cloister.policy import Policy
 from cloister.quant import quantize_on_read
 from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
 from cloister.scheduler.speculation.adaptive import MOST_ROWS
@@ -296,7 +297,7 @@ def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel)
     # heads predict answers like those in their training, a small model also running text; if one is present, its KV is worth it
     if not is_foreign and (not has_heads or (model.path / "drafters" / SMALL).is_dir()):
         find(SMALL)
-    has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and Policy(str(config.profile)).allows("datastore")
+    has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and _allows_datastores(config)
     if config.datastore is not None or has_own:
         find(LOOKED_UP)
     found[FREE] = DRAFTERS.get(FREE)(context)
@@ -330,3 +331,9 @@ def _make_context(
         open_mtp=lambda: _open_mtp(config, model, backend, lent, max_batched_tokens),
         fingerprint=model.info.fingerprint,
     )
+
+
+def _allows_datastores(config: EngineConfig) -> bool:
+    from cloister.policy import Policy  # only now: an engine needs no more of it
+
+    return Policy(str(config.profile)).allows("datastore")

@@ -7,7 +7,6 @@ import logging
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from importlib.metadata import version
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,26 +14,20 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
-from cloister.backends.spec import FOREIGN_FAMILY, AttentionSpec, DecoderSpec, LayerGroup, group_layers
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.machine import read_machine, return_free_memory
 from cloister.engine.memory import OVERHEAD_BYTES, budget_memory
 from cloister.kv import BlockGroup, BlockPool, KVFormat, PrefixKeys
 from cloister.kv.codec_levels import is_lossy
-from cloister.launch.backend import (
-    NO_QUANT,
-    QUANT_VERSION,
-    choose_backend_for,
-    kept_tokenizers,
-    make_backend,
-    weights_cache,
-    write_in_few_bits,
-)
+from cloister.launch.backend import QUANT_VERSION, choose_backend_for, make_backend, write_in_few_bits
+from cloister.launch.backend_choice import NO_QUANT
 from cloister.launch.drafters import open_drafters
+from cloister.launch.kept_files import kept_tokenizers, weights_cache
 from cloister.launch.kv_ranges import plan_ranges, read_most_mappings, takes_ranges
 from cloister.launch.loading import Loading
-from cloister.launch.processes import close_engine
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
 from cloister.models.adapters import read_adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -90,7 +83,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     max_model_len, longest = _max_model_len(config, model), _longest_prompt(config, model)
     pooling = read_pooling(model.path, config.pooling, is_encoder=model.info.encoder is not None)
     loading.begin("reading the tokenizer")
-    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config))
+    tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config), defers=True)
     watch.lap("read")
     return_free_memory()  # before the weights are loaded, so that its memory is not added to theirs
     model = write_in_few_bits(config, model, loading, tokenizer)
@@ -266,6 +259,8 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
     Raises:
         HardeningError: the process cannot be locked down.
     """
+    from cloister.launch.processes import close_engine
+
     with Loading(config.model, shown=False) as loading:  # a locked-down process must not have a progress thread
         core = _build(config, loading, rehearses=True)
     close_engine()
@@ -425,11 +420,17 @@ def max_batched_tokens(config: EngineConfig) -> int:
     return config.max_batched_tokens or (1024 if (config.device or "cpu") == "cpu" else 2048)
 
 
+def _torch_version() -> str:
+    from importlib.metadata import version
+
+    return version("torch")
+
+
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
     """Everything that the bits of an answer depend on, as `system_fingerprint`."""
     # the maximum length of a sequence may affect rotations
     turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
-    tower = [] if model.spec.vision is None else [version("torch")]  # it computes towers for every back end
+    tower = [] if model.spec.vision is None else [_torch_version()]  # it computes towers for every back end
     lossy = [f"kv_tier_codec {config.kv_tier_codec}"] if is_lossy(config.kv_tier_codec) else []
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower, *lossy)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

@@ -11,7 +11,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
-from cloister.launch.backend import chosen_backend
+from cloister.engine.spawning import discard_early_template
+from cloister.launch.backend_choice import chosen_backend
 from cloister.trust import hardening
 from cloister.trust.attestation.unit import engine_name
 from cloister.types.config import EngineConfig, ServerConfig
@@ -49,6 +50,7 @@ def make_engine(config: EngineConfig, front: ServerConfig, keep_listener: KeepLi
         keep_listener: called with an index and the listener of each engine process of a sealed node, and takes ownership of it.
     """
     if front.on == "ray":
+        discard_early_template()
         return _make_placed_replicas(config, front)
     fork_server = _make_fork_server(config, front)
     if front.replicas > 1:
@@ -58,10 +60,9 @@ def make_engine(config: EngineConfig, front: ServerConfig, keep_listener: KeepLi
 
 def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer | None:
     """Returns what starts engines as forks of a template; None where each is a program of its own."""
-    if not front.fork_server or sys.platform != "linux":
+    if not front.fork_server or sys.platform != "linux" or chosen_backend(config) != "native":  # `describe_start` says so
+        discard_early_template()
         return None
-    if chosen_backend(config) != "native":
-        return None  # `describe_start` says so
     from cloister.engine.fork_server import ForkServer
 
     return ForkServer(keeps_template=front.idle_keeps == "weights")

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from cloister.launch.app import build_gate, open_model_switcher, open_plain
 from cloister.launch.processes import close_front
-from cloister.launch.sealed import open_node
 from cloister.launch.settings import Settings
 from cloister.policy import is_loopback
 from cloister.types.config import ATTESTING, ServerConfig
@@ -55,7 +54,11 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     set_up_logging(settings.server.config.log_format)
     if is_readable_on_the_way(settings.server.config):
         announce(READABLE)
-    open_server = open_model_switcher if settings.models else open_node if settings.server.config.sealed else open_plain
+    open_server = open_model_switcher if settings.models else open_plain
+    if settings.server.config.sealed and not settings.models:
+        from cloister.launch.sealed import open_node
+
+        open_server = open_node
 
     async def open_and_lock_down() -> ServerApp:
         server_app = await open_server(settings, gate, announce)

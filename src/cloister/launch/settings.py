@@ -12,12 +12,11 @@ from typing import Final
 from cloister.backends import BACKENDS
 from cloister.engine.machine import Machine, read_machine
 from cloister.kv.codec_levels import is_lossy
-from cloister.launch.backend import NO_QUANT, choose_backend, chosen_backend
+from cloister.launch.backend_choice import NO_QUANT, choose_backend, chosen_backend
 from cloister.policy import Entry, Policy, apply_profile, apply_profile_to_front, is_loopback, read_credentials
 from cloister.policy.policy import Use
 from cloister.policy.settings import SESSION_SHARES
-from cloister.quant import FORMATS
-from cloister.scheduler import POLICIES
+from cloister.scheduler.policies import POLICIES
 from cloister.types.config import (
     AUTO_DRAFTER,
     NO_DRAFTER,
@@ -124,7 +123,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     """Resolves the settings of one engine and its front from layers of settings."""
     server = _resolve_scaling(resolve(ServerConfig, layers))
     engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config)
-    _check_quant(engine.config.quant)
+    quant_entries = _quant_entries(engine.config.quant)
     _check_replicas(server.config, engine.config)
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
         _check_roles(server.config)
@@ -139,7 +138,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
         entries=(
             Entry.of(BACKENDS, chosen_backend(engine.config)),
             Entry.of(POLICIES, engine.config.scheduler),
-            *([] if engine.config.quant == NO_QUANT else [Entry.of(FORMATS, engine.config.quant)]),
+            *quant_entries,
             *_drafter_entries(engine.config),
         ),
     )
@@ -458,10 +457,16 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
     return server
 
 
-def _check_quant(name: str) -> None:
-    formats = (NO_QUANT, *FORMATS.names())
-    if name not in formats:
+def _quant_entries(name: str) -> list[Entry]:
+    """Returns the number format from the settings, if there is one. Imports formats before the engine only then."""
+    if name == NO_QUANT:
+        return []
+    from cloister.quant import FORMATS
+
+    if name not in FORMATS.names():
+        formats = (NO_QUANT, *FORMATS.names())
         raise ConfigError(f"unknown number format {name!r}; choose one of: {', '.join(formats)}", param="quant")
+    return [Entry.of(FORMATS, name)]
 
 
 def _drafter_entries(config: EngineConfig) -> list[Entry]:

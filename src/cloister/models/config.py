@@ -236,3 +236,13 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise ModelError(f"{path} must hold a JSON object; download the model again")
     return value
+
+
+def names_tower(path: Path) -> bool:
+    """Whether the config.json of a model directory names an image tower; False without one, as for a GGUF file.
+
+    Raises:
+        ModelError: it holds no JSON object.
+    """
+    file = path / "config.json"
+    return file.is_file() and "vision_config" in read_json(file)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
@@ -220,11 +219,6 @@ def _round_up(width: int, height: int, side: int) -> tuple[int, int]:
         height = math.ceil(height / side) * side
         width = math.ceil(int(height * ratio) / side) * side
     return max(width, side), max(height, side)
-
-
-def has_pillow() -> bool:
-    """Whether images can be decoded here."""
-    return find_spec("PIL") is not None
 
 
 def open_image_processor(path: Path) -> tuple[ImageProcessor, int] | None:

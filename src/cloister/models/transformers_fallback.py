@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from cloister.backends.base import Weights
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import DecoderSpec
 from cloister.models.families import FAMILIES
 from cloister.models.sources import StoredWeights
 from cloister.types.errors import ModelError

@@ -8,13 +8,16 @@ import os
 import re
 from collections import OrderedDict
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from cloister.policy.credentials import Credential, Credentials, RandomBytes
-from cloister.policy.oidc import People, Person
 from cloister.policy.policy import Policy, Use
 from cloister.policy.quotas import Account
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
 from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
+
+if TYPE_CHECKING:
+    from cloister.policy.oidc import People, Person
 
 KEYLESS_TENANT = "local"
 MAX_PEOPLE = 65_536

@@ -121,7 +121,9 @@ class HttpCalls:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
         self._end_if_over(call)
 
-    def generate(self, engine: RequestClient, call: HttpCall, request: Request) -> AsyncGenerator[SequenceOutput, None]:
+    def generate(
+        self, engine: RequestClient, call: HttpCall, request: Request, *, in_batches: bool = False
+    ) -> AsyncGenerator[SequenceOutput, None]:
         """Like `RequestClient.generate`, charged to a call. Iterate it immediately, because the charge is made here.
 
         Raises:
@@ -129,7 +131,8 @@ class HttpCalls:
             InvalidRequestError: the call's blind token does not pay for its answers.
         """
         request = fit_budget(request, call)
-        return engine.generate(request, self.begin(call, request, engine.model.max_model_len))
+        observer = self.begin(call, request, engine.model.max_model_len)
+        return engine.generate(request, observer, in_batches=in_batches)
 
     def begin(self, call: HttpCall, request: Request, max_model_len: int) -> PromptOfCall:
         """Registers a request before it is sent to the engine, charges its maximum cost, and returns its observer.

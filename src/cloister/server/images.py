@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from cloister.models.image_processing import ImageProcessor, has_pillow, open_image_processor
+from cloister.models.config import names_tower
 from cloister.policy.policy import Policy, Use
 from cloister.policy.verdict import Profile
 from cloister.server.errors import invalid
@@ -25,10 +25,12 @@ from cloister.server.image_fetching import ImageFetcher
 from cloister.server.reading_queue import ReadingQueue
 from cloister.text import Tokenizer
 from cloister.types.errors import InvalidRequestError
-from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS, ImageTile
+from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS, ImageTile, has_pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
+
+    from cloister.models.image_processing import ImageProcessor
 
 MAX_IMAGE_BYTES: Final = 20 * 2**20
 """Longest file of one image."""
@@ -94,6 +96,10 @@ class ImageReader:
         Raises:
             ModelError: the model's image processor is missing, or asks for what is not computed here.
         """
+        if not names_tower(path):
+            return None
+        from cloister.models.image_processing import open_image_processor  # only now: it imports every family
+
         opened = open_image_processor(path)
         return None if opened is None else cls(*opened, tokenizer, policy, max_images, fetcher, open_decoding)
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, Protocol
 
 import msgspec
 
@@ -158,8 +158,13 @@ def name_weights(fingerprint: str, adapter: str | None) -> str:
 MAX_SIDE_BY_SIDE: Final = 64
 """Maximum concurrent requests of one job; thousands of texts for pooling must not fill the engine's queue."""
 
-Generate = Callable[[Request], AsyncGenerator[SequenceOutput, None]]
-"""Submits one request to the engine (`ServerState.generate`)."""
+
+class Generate(Protocol):
+    """Submits one request to the engine (`ServerState.generate`)."""
+
+    def __call__(self, request: Request, /, *, in_batches: bool) -> AsyncGenerator[SequenceOutput, None]: ...
+
+
 Numbered = tuple[int, SequenceOutput]
 """(index of the prompt in its job, output)"""
 
@@ -173,11 +178,11 @@ async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numb
         CloisterError: a request was refused, or a sequence ended without an answer; the others are aborted.
     """
     if len(job.requests) == 1:  # the usual case needs no task and no queue
-        async with aclosing(generate(job.requests[0])) as outputs:
+        async with aclosing(generate(job.requests[0], in_batches=not job.stream)) as outputs:
             async for output in outputs:
                 yield 0, output if output.finish_reason is None and not job.answerless else _checked(job, output)
     else:
-        async with aclosing(_side_by_side(generate, job.requests)) as numbered:
+        async with aclosing(_side_by_side(generate, job)) as numbered:
             async for number, output in numbered:
                 yield number, _checked(job, output)
 
@@ -188,11 +193,15 @@ def _checked(job: GenerationJob, output: SequenceOutput) -> SequenceOutput:
     return _without_answer(output) if job.answerless else output
 
 
-async def _side_by_side(generate: Generate, requests: tuple[Request, ...]) -> AsyncGenerator[Numbered, None]:
+async def _side_by_side(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
+    requests, in_batches = job.requests, not job.stream
     queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
     room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
     due_s = asyncio.get_running_loop().time() + requests[0].timeout_s
-    tasks = [asyncio.create_task(_pump(generate, request, i, queue, room, due_s)) for i, request in enumerate(requests)]
+    tasks = [
+        asyncio.create_task(_pump(generate, request, i, queue, room, due_s, in_batches=in_batches))
+        for i, request in enumerate(requests)
+    ]
     try:
         num_running = len(tasks)
         while num_running:
@@ -216,13 +225,15 @@ async def _pump(
     queue: asyncio.Queue[Numbered | Exception | None],
     room: asyncio.Semaphore,
     due_s: float,
+    *,
+    in_batches: bool,
 ) -> None:
     try:
         async with room:
             left_s = due_s - asyncio.get_running_loop().time()
             if left_s <= 0:
                 raise DeadlineError(TOO_LATE)
-            async with aclosing(generate(msgspec.structs.replace(request, timeout_s=left_s))) as outputs:
+            async with aclosing(generate(msgspec.structs.replace(request, timeout_s=left_s), in_batches=in_batches)) as outputs:
                 async for output in outputs:
                     queue.put_nowait((number, output))
         queue.put_nowait(None)

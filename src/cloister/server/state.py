@@ -64,11 +64,11 @@ class ServerState:
     tenant: str = field(default="", repr=False)
     num_body_bytes: int = 0
 
-    def generate(self, request: EngineRequest) -> AsyncGenerator[SequenceOutput, None]:
+    def generate(self, request: EngineRequest, *, in_batches: bool = False) -> AsyncGenerator[SequenceOutput, None]:
         """Like `RequestClient.generate`, charged to the call."""
         if self.call is None:
-            return self.engine.generate(request)
-        return self.calls.generate(self.engine, self.call, request)
+            return self.engine.generate(request, in_batches=in_batches)
+        return self.calls.generate(self.engine, self.call, request, in_batches=in_batches)
 
     async def answer_off_the_loop(self, work: Callable[..., Any], *args: Any) -> Response:
         """Returns a struct as the body of a reply; makes and writes it in a thread, as `off_the_loop` does."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cloister.models.image_processing import open_image_processor
 from cloister.models.location import locate_here
 from cloister.server.errors import invalid
 from cloister.server.prompts import PromptReader
@@ -32,6 +31,8 @@ def check_weights(reader: PromptReader, model: str) -> None:
 
 
 def _find_differences(reader: PromptReader, model: str) -> list[str]:
+    from cloister.models.image_processing import open_image_processor  # only now: it imports every family
+
     path = locate_here(model)
     tokenizer = Tokenizer(path)
     template = ChatTemplate.load(path, tokenizer.special)

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -32,7 +32,7 @@ from cloister.text.spelling import SPLITS, surround
 from cloister.types.errors import ModelError
 from cloister.types.gguf import GGUFArray, GGUFFile, read_gguf
 
-# Caches the converted vocabulary of a GGUF file for the next start.
+# Caches the converted vocabulary of a GGUF file, and the text of each token of any large vocabulary, for the next start.
 #
 # SentencePiece's merges follow from two million places where a vocabulary of 262,000 pieces can be cut, 2 s of work for each
 # process.
@@ -42,7 +42,11 @@ _FORMAT: Final = 1
 """Raise it when the same metadata comes to another tokenizer: files of the old number are then not used."""
 _LEAST_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 8
-_SUFFIX: Final = ".tokenizer"
+_TOKENIZERS: Final = ".tokenizer"
+_TEXTS: Final = ".tokens"
+
+
+T = TypeVar("T")
 
 
 class TokenizerRecord(msgspec.Struct, frozen=True):
@@ -60,7 +64,7 @@ class TokenizerRecord(msgspec.Struct, frozen=True):
 
 
 class TokenizerStore:
-    """Tokenizers in files that only this user may read; the eight that were used last stay.
+    """Tokenizers, and texts of their tokens, in files that only this user may read; of each the eight that were used last stay.
 
     Args:
         directory: made when the first one is saved.
@@ -71,21 +75,37 @@ class TokenizerStore:
 
     def load(self, identity: str) -> TokenizerRecord | None:
         """Returns the one that was saved under `identity`; None when there is none that is whole and of this format."""
-        path = self._path(identity)
+        return self._load(self._path(identity, _TOKENIZERS), TokenizerRecord)
+
+    @staticmethod
+    def is_worth_it(content: bytes) -> bool:
+        """Whether a tokenizer.json is so large that what is made of it is kept."""
+        return len(content) >= _LEAST_BYTES
+
+    def load_texts(self, identity: str) -> list[str | None] | None:
+        """Returns the texts of tokens by id that were saved under `identity`; None as from `load`."""
+        return self._load(self._path(identity, _TEXTS), list[str | None])
+
+    def _load(self, path: Path, kind: type[T]) -> T | None:
         try:
             digest, _, encoded = path.read_bytes().partition(b"\n")
             if hashlib.sha256(encoded).hexdigest().encode() != digest:
                 return None
             os.utime(path)
-            return msgspec.msgpack.decode(encoded, type=TokenizerRecord)
+            return msgspec.msgpack.decode(encoded, type=kind)
         except (OSError, ValueError):
             return None
 
     def save(self, identity: str, made: TokenizerRecord) -> bool:
         """Writes one; returns False when it is too small to be worth it, or there is no room or no right to write."""
-        if len(made.content) < _LEAST_BYTES:
-            return False
-        encoded, path = msgspec.msgpack.encode(made), self._path(identity)
+        return self.is_worth_it(made.content) and self._save(self._path(identity, _TOKENIZERS), made)
+
+    def save_texts(self, identity: str, texts: Sequence[str | None]) -> bool:
+        """Writes the texts of tokens; returns False when there is no room or no right to write."""
+        return self._save(self._path(identity, _TEXTS), texts)
+
+    def _save(self, path: Path, made: object) -> bool:
+        encoded = msgspec.msgpack.encode(made)
         scratch = path.with_suffix(f".{os.getpid()}")
         try:
             self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -95,7 +115,7 @@ class TokenizerStore:
                 file.flush()
                 os.fsync(file.fileno())  # a power cut must not leave the name without the bytes
             scratch.replace(path)
-            others = sorted(self._directory.glob(f"*{_SUFFIX}"), key=lambda file: file.stat().st_mtime_ns)
+            others = sorted(self._directory.glob(f"*{path.suffix}"), key=lambda file: file.stat().st_mtime_ns)
             for old in others[:-_MOST_FILES]:
                 old.unlink(missing_ok=True)
         except OSError:
@@ -105,9 +125,9 @@ class TokenizerStore:
                 scratch.unlink(missing_ok=True)
         return True
 
-    def _path(self, identity: str) -> Path:
+    def _path(self, identity: str, suffix: str = _TOKENIZERS) -> Path:
         name = hashlib.sha256(f"{_FORMAT}\0{identity}".encode()).hexdigest()[:32]
-        return self._directory / f"{name}{_SUFFIX}"
+        return self._directory / f"{name}{suffix}"
 
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 1, 2, 3, 4, 5
@@ -130,6 +150,13 @@ class GGUFSource:
         self._path, self._store = path, store
 
     def tokenizer(self) -> dict[str, Any]:
+        if self._store is not None:
+            settings: dict[str, Any] = msgspec.json.decode(self._made.content)
+            return settings
+        return self._convert()
+
+    def _convert(self) -> dict[str, Any]:
+        """Returns tokenizer.json as it follows from the metadata."""
         kind = self._file.get("tokenizer.ggml.model", str) or "none"
         if kind not in _KINDS:
             raise ModelError(f"{self._path.name} has a tokenizer of kind {kind!r}; supported are: {', '.join(_KINDS)}")
@@ -146,7 +173,7 @@ class GGUFSource:
         identity = self._identity() if self._store is not None else ""
         made = self._store.load(identity) if self._store is not None else None
         if made is None:
-            settings = self.tokenizer()
+            settings = self._convert()
             head = {name: value for name, value in settings.items() if name != "model"}
             made = TokenizerRecord(head, self._config(), msgspec.json.encode(settings))
             if self._store is not None:

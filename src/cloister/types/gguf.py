@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -61,6 +61,27 @@ class GGUFArray:
             place = start + _LENGTH.unpack_from(self.raw, place)[0]
             items.append(self.raw[start:place].decode())
         return items
+
+    def find(self, texts: Collection[str]) -> list[tuple[int, str]]:
+        """Returns where some texts are among the items of an array of strings, by their numbers. Much quicker than to decode
+        all of them.
+
+        Raises:
+            ValueError: they are not strings.
+        """
+        if self.kind != _STRING:
+            raise ValueError("not an array of strings")
+        known = {_LENGTH.pack(len(data := text.encode())) + data: text for text in texts}
+        sizes = {len(data) - 8 for data in known}
+        raw, unpack = self.raw, _LENGTH.unpack_from
+        found, place = [], 0
+        for number in range(self.num_items):
+            start = place
+            size = unpack(raw, start)[0]
+            place = start + 8 + size
+            if size in sizes and (text := known.get(raw[start:place])) is not None:
+                found.append((number, text))
+        return found
 
     def numbers(self) -> tuple[Any, ...]:
         """Returns the items of an array of numbers.
@@ -136,6 +157,14 @@ class GGUFFile:
             ModelError: it is something else.
         """
         return self._array(key, GGUFArray.strings)
+
+    def find_strings(self, key: str, texts: Collection[str]) -> list[tuple[int, str]]:
+        """Returns the numbers of the items of an array of strings that are one of `texts`; none if it is absent.
+
+        Raises:
+            ModelError: it is something else.
+        """
+        return self._array(key, lambda array: array.find(texts)) or []
 
     def numbers(self, key: str) -> list[Any] | None:
         """Returns an array of numbers, None if it is absent.

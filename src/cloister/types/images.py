@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from typing import Final
 
 import msgspec
@@ -39,3 +40,8 @@ class ImageTile(msgspec.Struct, frozen=True, kw_only=True):
     def __repr__(self) -> str:
         """Shows no content (nothing a user sent is logged)."""
         return f"ImageTile(num_tokens={self.num_tokens})"
+
+
+def has_pillow() -> bool:
+    """Whether images can be decoded here."""
+    return find_spec("PIL") is not None

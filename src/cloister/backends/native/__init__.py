@@ -5,11 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.backends.availability import why_no_kernels
-from cloister.backends.base import BACKENDS, Backend
+from cloister.backends.factories import BACKENDS
 from cloister.types.errors import ConfigError
 from cloister.types.threat import ThreatProfile
+
+if TYPE_CHECKING:
+    from cloister.backends.base import Backend
 
 _logger = logging.getLogger(__name__)
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cloister.backends.availability import load_torch
-from cloister.backends.base import BACKENDS, Backend, BackendFactory
-from cloister.backends.spec import FOREIGN_FAMILY
+from cloister.backends.factories import BACKENDS, FOREIGN_FAMILY, BackendFactory
 from cloister.types.threat import ThreatProfile
+
+if TYPE_CHECKING:
+    from cloister.backends.base import Backend
 
 THREAT = ThreatProfile(
     row="paging, continuous batching, chunked prefill, TP, SP",

@@ -20,7 +20,8 @@ import transformers
 from torch import Tensor
 
 from cloister.backends.base import FloatArray, ForwardBatch, KVLayout, MemoryNeed, Program, StepOutput, Wants, Weights
-from cloister.backends.spec import FOREIGN_FAMILY, DecoderSpec
+from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.spec import DecoderSpec
 from cloister.types.errors import ConfigError, ModelError
 
 TILE: Final = 32

@@ -21,8 +21,8 @@ import msgspec
 from cloister.cluster.link import Link, LinkError, LinkFrame, LinkServer
 from cloister.cluster.remote.wire import STREAM_TIMES, Assembler, ChunkKind, FrameStream, split
 from cloister.engine import channel, child_process
-from cloister.engine.child_process import spawn_program
 from cloister.engine.identity import Identity, is_peer, read_peer
+from cloister.engine.spawning import spawn_program
 from cloister.engine.transports import Spawn
 from cloister.types.errors import CloisterError
 from cloister.types.logs import describe, set_up_logging

@@ -186,10 +186,12 @@ def _find_ends(file: GGUFFile, vocab_size: int) -> Iterator[int]:
             raise ModelError(f"{key!r} in {file.path.name} is no id of its token list", param=key)
         if token_id is not None:
             yield token_id
-    tokens, kinds = file.strings("tokenizer.ggml.tokens") or [], file.numbers("tokenizer.ggml.token_type") or []
-    ends = _END_TEXTS - {"<|end|>"} | _HARMONY_ENDS if _HARMONY_ENDS.issubset(tokens) else _END_TEXTS
-    for token_id, (text, kind) in enumerate(zip(tokens, kinds, strict=False)):
-        if kind in (_CONTROL, _USER_DEFINED) and text in ends:
+    found = file.find_strings("tokenizer.ggml.tokens", _END_TEXTS | _HARMONY_ENDS)
+    kinds = file.numbers("tokenizer.ggml.token_type") or []
+    texts = {text for _, text in found}
+    ends = _END_TEXTS - {"<|end|>"} | _HARMONY_ENDS if texts >= _HARMONY_ENDS else _END_TEXTS
+    for token_id, text in found:
+        if text in ends and token_id < len(kinds) and kinds[token_id] in (_CONTROL, _USER_DEFINED):
             yield token_id
 
 

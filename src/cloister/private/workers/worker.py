@@ -15,7 +15,7 @@ from starlette.types import ASGIApp, Message
 from cloister.cluster.sealed_unit import connect_engines
 from cloister.engine import SealedWorkerTransport
 from cloister.engine.kv_unit import endpoint_of
-from cloister.models.image_processing import has_pillow, open_image_processor
+from cloister.models.image_processing import open_image_processor
 from cloister.policy import Gate, Policy, read_credentials
 from cloister.private.gateway import NODE_PATH
 from cloister.private.node import NodeConfig, node_app
@@ -42,6 +42,7 @@ from cloister.trust.sealing import (
     seal_chunked_request,
 )
 from cloister.types.events import Ready
+from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
 _REHEARSED = (
