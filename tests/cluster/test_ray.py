@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.cluster_demo import VARIABLES, ask_all, local_ray, make_bodies, serving
+from benchmarks.cluster_demo import START_S, VARIABLES, ask_all, local_ray, make_bodies, serving
 from tests.serving import ServeProcess, descendants
 
 ROOT = Path(__file__).parents[2]
@@ -132,6 +132,29 @@ def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_le
     asyncio.run(main())
     assert descendants(os.getpid()) == []
     assert left_over() == before
+
+
+def test_a_front_that_is_killed_leaves_neither_processes_nor_a_folder_of_its_ray() -> None:
+    before = left_over()
+    flags = ("--replicas", "2", "--on", "ray", "--num-threads", "1", "--kv-memory-mb", "64")
+    with ServeProcess(*flags, timeout_s=START_S) as server:
+        (folder,) = left_over() - before
+        started = [pid for pid in descendants(server.process.pid) if command_of(pid)]
+        assert len(started) > 10
+        server.process.kill()
+        give_up_s = time.monotonic() + JOB_LOST_S
+        while (any(map(is_there, started)) or folder.exists()) and time.monotonic() < give_up_s:
+            time.sleep(0.2)
+        assert [command_of(pid) for pid in started if is_there(pid)] == []
+        assert left_over() == before
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody waits for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
 
 
 def test_replicas_come_back_after_the_raylet_beside_the_front_has_died() -> None:
