@@ -98,18 +98,23 @@ def test_replicas_get_new_engines_while_they_answer(flags: list[str]) -> None:
     assert left_over() == before
 
 
-def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (*VARIABLES, "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # what a Ray sets in this process goes with the test
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
     with local_ray(1) as ray:
         monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
         monkeypatch.setenv("RAY_ADDRESS", ray.address)  # `auto` would find a Ray of somebody else as well
+        refused = f"the Ray cluster at {ray.address} refuses the token of this process, or that it has none"
         for address in (ray.address, "auto"):
             began_s = time.monotonic()
-            with pytest.raises(RuntimeError, match=f"the Ray cluster at {ray.address} refuses the token of this process"):
+            with pytest.raises(RuntimeError, match=refused):
                 ServeProcess("--on", "ray", "--ray-address", address, "--num-threads", "1")
             print(f"{address}: refused after {time.monotonic() - began_s:.1f} s")
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for one
+        with pytest.raises(RuntimeError, match=refused):
+            ServeProcess("--on", "ray", "--ray-address", ray.address, "--num-threads", "1")
 
 
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:

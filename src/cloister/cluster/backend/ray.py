@@ -20,6 +20,7 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -134,6 +135,7 @@ class Driver:
                     **quiet,
                 )
             else:
+                ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one Ray would end this process
                 # asks the head who it is, wherever `auto` says that it is: `ray.init` tries a wrong token for half a minute
                 if (head := services.canonicalize_bootstrap_address(settings.address)) is not None:
                     _raylet.GcsClient(address=head)
