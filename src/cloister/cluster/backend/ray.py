@@ -231,6 +231,7 @@ class Driver:
     async def _start(self, actor: Any, host: int) -> dict[str, Any]:
         """Has an actor start a host, for as long as that takes; ends this process if Ray has ended its job."""
         starting = asyncio.wrap_future(actor.start.remote(host, self._settings.front).future())
+        starting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody reads after a cancel
         while True:
             done, _ = await asyncio.wait([starting], timeout=LOST_JOB_S)
             if done:
