@@ -1,12 +1,14 @@
 """A driver (`cluster.backend.placer`) that starts hosts on this machine, without Ray: for tests of the front's side.
 
-Its cluster is gone while there is a file at its address, which gets a line for each attempt to join.
+Its cluster is gone while there is a file at its address, which gets a line for each attempt to join. Without an address it
+starts what outlives it for a minute and makes its folder anew again and again, as processes of Ray do for some seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+import subprocess
 import sys
 from pathlib import Path
 
@@ -24,6 +26,16 @@ from cloister.cluster.backend.placer import (
 )
 from cloister.cluster.remote.host_process import HostProcess
 
+STRAGGLER = """
+import contextlib, os, sys, time
+os.makedirs(sys.argv[1])
+with open(sys.argv[1] + "/log", "w"):
+    for _ in range(6000):
+        with contextlib.suppress(OSError):
+            os.makedirs(sys.argv[1] + "/more", exist_ok=True)
+        time.sleep(0.01)
+"""
+
 
 async def main(fd: int) -> None:
     reader, writer = await asyncio.open_unix_connection(sock=socket.socket(fileno=fd))
@@ -38,8 +50,13 @@ async def main(fd: int) -> None:
         say(HostStarted(number, "127.0.0.1", host.report.port, host.report.certificate, 1, 0.5))
         say(HostEnded(number, await host.wait()))
 
+    if settings.address is None:
+        command = [sys.executable, "-c", STRAGGLER, f"{settings.folder}/r"]
+        subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+        while not Path(settings.folder, "r", "log").exists():
+            await asyncio.sleep(0.01)
     gone = Path(settings.address or "nowhere")
-    if gone.exists() or settings.address == "nowhere":
+    if gone.exists() or settings.address == "nowhere" or settings.num_replicas == 0:
         if gone.exists():
             with gone.open("a") as file:
                 file.write("tried\n")

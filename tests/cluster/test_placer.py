@@ -7,6 +7,7 @@ import os
 import random
 import signal
 import socket
+import subprocess
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -18,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.cluster import ROUTERS
-from cloister.cluster.backend import placer
+from cloister.cluster.backend import placer, ray_folder
 from cloister.cluster.backend.placer import (
     PlacedReplicas,
     RayPlacer,
@@ -106,7 +107,7 @@ async def serving(
     finally:
         await replicas.drain(0.0)
         assert set(descendants(os.getpid())) <= before
-        assert replicas._placer._temp_dir is None
+        assert replicas._placer._folder is None
 
 
 async def answer(replicas: PlacedReplicas, request: Request) -> list[SequenceOutput]:
@@ -200,6 +201,93 @@ def test_a_replica_elsewhere_that_computes_wrongly_is_found(model_path: Path, mo
             assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "suspicious", "running"]
 
     run(main())
+
+
+def writers(folder: Path) -> list[int]:
+    return [int(path.parts[2]) for path in Path("/proc").glob("[0-9]*/cmdline") if bytes(folder) in path.read_bytes()]
+
+
+@pytest.mark.parametrize("num_replicas", [0, 2], ids=["it does not start", "it starts"])
+def test_a_ray_of_its_own_leaves_neither_a_folder_nor_what_would_make_it_anew(
+    num_replicas: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    made: list[Path] = []
+
+    def make_folder() -> str:
+        made.append(Path(ray_folder.make_folder()))
+        return str(made[-1])
+
+    monkeypatch.setattr(placer, "make_folder", make_folder)
+    ray = RayPlacer(RaySettings(num_replicas, None, "", 1, 0, ""), "tests.cluster.local_driver")
+
+    async def main() -> None:
+        if not num_replicas:
+            with pytest.raises(EngineError, match="no such cluster"):
+                await ray.connect()
+            return
+        await ray.connect()
+        assert len(writers(made[0])) == 1
+        assert (made[0] / "r" / "log").exists()
+        await ray.close()
+
+    run(main())
+    assert len(made) == 1
+    assert not writers(made[0])
+    assert not made[0].exists()
+
+
+def test_who_reads_a_log_in_the_folder_of_a_ray_is_not_ended(tmp_path: Path) -> None:
+    log = tmp_path / "ray" / "log"
+    log.parent.mkdir()
+    log.write_text("a line")
+    with (
+        log.open() as file,
+        subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, pass_fds=[file.fileno()]) as cat,
+    ):
+        ray_folder.remove_folder(str(log.parent))
+        assert not log.parent.exists()
+        assert cat.communicate(b"still here")[0] == b"still here"
+
+
+def test_a_driver_whose_end_is_cancelled_is_ended_by_the_next_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    before = set(descendants(os.getpid()))
+    ray = make_placer(Identity.make())
+
+    async def main() -> None:
+        await ray.connect()
+        [driver] = pids(b"local_driver")
+        os.kill(driver, signal.SIGSTOP)
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(ray.close(), 0.1)
+        os.kill(driver, signal.SIGCONT)
+        await ray.close()
+
+    run(main())
+    assert set(descendants(os.getpid())) <= before
+
+
+@pytest.mark.parametrize(("blocks_s", "status"), [(0.2, 0), (30.0, 1)])
+def test_a_process_ends_when_its_event_loop_stands_still_for_too_long(blocks_s: float, status: int) -> None:
+    program = f"""
+import asyncio, time
+from cloister.cluster.backend.loop_watch import LoopWatch
+
+async def main():
+    watch = LoopWatch(2.0)
+    watch.start()
+    beating = asyncio.create_task(watch.beat())
+    for _ in range(4):
+        await asyncio.sleep(0.0)
+        await asyncio.to_thread(time.sleep, 0.7)
+    time.sleep({blocks_s})
+
+asyncio.run(main())
+"""
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False)
+    assert ended.returncode == status, ended.stderr
+    assert ("in main" in ended.stderr) == bool(status)
 
 
 def test_a_cluster_that_cannot_be_joined_is_an_error_and_leaves_nothing(

@@ -15,7 +15,7 @@ from typing import Any
 import httpx
 import pytest
 
-from benchmarks.cluster_demo import VARIABLES, ask_all, local_ray, make_bodies, serving
+from benchmarks.cluster_demo import START_S, VARIABLES, ask_all, local_ray, make_bodies, serving
 from tests.serving import ServeProcess, descendants
 
 ROOT = Path(__file__).parents[2]
@@ -98,18 +98,23 @@ def test_replicas_get_new_engines_while_they_answer(flags: list[str]) -> None:
     assert left_over() == before
 
 
-def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     for name in (*VARIABLES, "RAY_TMPDIR"):
         monkeypatch.setenv(name, "")  # what a Ray sets in this process goes with the test
     monkeypatch.setenv("RAY_AUTH_TOKEN", "a" * 64)
     with local_ray(1) as ray:
         monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
         monkeypatch.setenv("RAY_ADDRESS", ray.address)  # `auto` would find a Ray of somebody else as well
+        refused = f"the Ray cluster at {ray.address} refuses the token of this process, or that it has none"
         for address in (ray.address, "auto"):
             began_s = time.monotonic()
-            with pytest.raises(RuntimeError, match=f"the Ray cluster at {ray.address} refuses the token of this process"):
+            with pytest.raises(RuntimeError, match=refused):
                 ServeProcess("--on", "ray", "--ray-address", address, "--num-threads", "1")
             print(f"{address}: refused after {time.monotonic() - began_s:.1f} s")
+        monkeypatch.delenv("RAY_AUTH_TOKEN")
+        monkeypatch.setenv("HOME", str(tmp_path))  # where Ray looks for one
+        with pytest.raises(RuntimeError, match=refused):
+            ServeProcess("--on", "ray", "--ray-address", ray.address, "--num-threads", "1")
 
 
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:
@@ -132,6 +137,29 @@ def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_le
     asyncio.run(main())
     assert descendants(os.getpid()) == []
     assert left_over() == before
+
+
+def test_a_front_that_is_killed_leaves_neither_processes_nor_a_folder_of_its_ray() -> None:
+    before = left_over()
+    flags = ("--replicas", "2", "--on", "ray", "--num-threads", "1", "--kv-memory-mb", "64")
+    with ServeProcess(*flags, timeout_s=START_S) as server:
+        (folder,) = left_over() - before
+        started = [pid for pid in descendants(server.process.pid) if command_of(pid)]
+        assert len(started) > 10
+        server.process.kill()
+        give_up_s = time.monotonic() + JOB_LOST_S
+        while (any(map(is_there, started)) or folder.exists()) and time.monotonic() < give_up_s:
+            time.sleep(0.2)
+        assert [command_of(pid) for pid in started if is_there(pid)] == []
+        assert left_over() == before
+
+
+def is_there(pid: int) -> bool:
+    """Whether a process runs; one that has ended and that nobody waits for is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
 
 
 def test_replicas_come_back_after_the_raylet_beside_the_front_has_died() -> None:

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -15,7 +20,10 @@ from cloister.engine.in_flight import InFlightRequest
 from cloister.launch.scenario import Body, find_impossible, run_on_processes, without_impossible
 from cloister.types.errors import ConfigError
 from cloister.types.events import Submit
-from tests.serving import MODEL
+from tests.serving import MODEL, descendants, find_processes
+
+START_S = 240.0
+END_S = 60.0
 
 JOBS = tuple(
     Job(
@@ -88,6 +96,42 @@ def test_both_find_a_bug(on: Body, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(InFlightRequest, "submission", start_over)
     assert fuzz.replay(crash).violations
     assert run_on_processes(crash, on, MODEL).violations
+
+
+@on_processes
+def test_a_scenario_that_is_told_to_end_leaves_no_process_and_no_folder(on: Body, tmp_path: Path) -> None:
+    before, path = set(Path("/tmp").glob("cl-ray-*")), tmp_path / "scenario.json"
+    hang = InjectedFault(at_s=0.1, kind="hang", lasts_s=1000.0)
+    late = msgspec.structs.replace(JOBS[0], at_s=1000.0)
+    fuzz.write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
+    command = [sys.executable, "-m", "cloister.cli", "cluster", "fuzz", "--scenario", str(path), "--on", on]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
+        give_up_s = time.monotonic() + START_S
+        while not any(is_stopped(pid) for pid in find_processes(running.pid, "engine")):
+            assert running.poll() is None
+            assert time.monotonic() < give_up_s
+            time.sleep(0.1)
+        started = {pid: started_at(pid) for pid in descendants(running.pid)}
+        running.terminate()
+        assert running.wait(END_S) == 128 + signal.SIGTERM, running.communicate()[0].decode()
+    assert [pid for pid in started if started_at(pid) == started[pid]] == []
+    assert set(Path("/tmp").glob("cl-ray-*")) <= before
+
+
+def is_stopped(pid: int) -> bool:
+    return stat_of(pid)[0] == "T"
+
+
+def started_at(pid: int) -> str:
+    """When a process started, in ticks; empty if there is none (proc(5), /proc/PID/stat)."""
+    return stat_of(pid)[19]
+
+
+def stat_of(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2].split()
+    except OSError:
+        return [""] * 20
 
 
 def test_what_only_virtual_time_can_do_is_refused_by_name_or_left_out() -> None:

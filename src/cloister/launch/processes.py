@@ -201,7 +201,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         RaySettings(
             num_replicas=front.replicas,
             address=front.ray_address,
-            temp_dir="",
+            folder="",
             num_cpus=config.num_threads,
             num_gpus=1 if config.device == "cuda" else 0,
             front=identity.certificate,

@@ -104,6 +104,7 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
     Raises:
         ConfigError: something in it is impossible there, or the settings do not fit the model.
         CloisterError: the engines do not start.
+        SystemExit: SIGTERM came; nothing that was started is left.
     """
     if impossible := find_impossible(scenario, on):
         raise ConfigError(
@@ -114,7 +115,10 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
         raise ConfigError("the scenario has no jobs, so engines would have nothing to do; give it some", param="scenario")
     run = _ProcessRun(scenario, on, model)
     alone = run.answer_alone()
-    asyncio.run(run.run())
+    try:
+        asyncio.run(run.run())
+    except asyncio.CancelledError:
+        raise SystemExit(128 + signal.SIGTERM) from None
     for answer, expected in zip(run.answers, alone, strict=True):
         run.violations += check_answer(answer, expected.as_given(), run)
     run.violations += check_events(run)
@@ -138,6 +142,7 @@ class _ProcessRun:
     def __post_init__(self) -> None:
         self.answers: list[JobAnswer] = []
         self.front: RequestClient | None = None
+        self._last_front: RequestClient | None = None
         self.open: dict[int, asyncio.Task[None]] = {}
         self._block_mb = 0.0
         self._answered = asyncio.Event()
@@ -203,9 +208,12 @@ class _ProcessRun:
     # What happens
 
     async def run(self) -> None:
-        """Answers all requests while faults happen, and looks at what is left."""
-        await self._start_front()
+        """Answers all requests while faults happen, and looks at what is left. SIGTERM cancels it."""
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
         try:
+            await self._start_front()
             async with asyncio.TaskGroup() as group:
                 working = [group.create_task(self._work(number)) for number in range(len(self.answers))]
                 for fault in self.scenario.faults:
@@ -216,13 +224,13 @@ class _ProcessRun:
                 self._answered.set()
             await self._rest()
         finally:
-            if self.front is not None:
-                await self.front.drain(0.0)
+            if self._last_front is not None:
+                await self._last_front.drain(0.0)
         await self._look_for_processes()
 
     async def _start_front(self) -> None:
         settings = self._cluster_settings()
-        front = make_engine(settings.engine.config, settings.server.config)
+        front = self._last_front = make_engine(settings.engine.config, settings.server.config)
         front.subscribe(self._observe)
         await front.start()
         self.front = front

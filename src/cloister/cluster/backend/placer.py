@@ -12,17 +12,16 @@ import contextlib
 import logging
 import os
 import secrets
-import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
+from cloister.cluster.backend.ray_folder import make_folder, remove_folder
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.replica_set import MakeHotPrefixes, ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig
@@ -36,7 +35,8 @@ REACH_S: Final = 5.0
 CONNECT_S: Final = 120.0
 """Longest start of Ray, or of joining a cluster."""
 STOP_S: Final = 20.0
-"""Longest end of the driver, and of a Ray that it started."""
+"""Longest end of the driver, and of a Ray that it started; it is killed then."""
+KILL_S: Final = 5.0
 DRIVER_ENDED: Final = "the driver of Ray has ended; the log may say why"
 TAKES_COMMANDS: Final = (
     "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
@@ -55,7 +55,7 @@ class RaySettings(msgspec.Struct, frozen=True):
 
     Attributes:
         address: of a running cluster; None starts one on this machine, on loopback.
-        temp_dir: where a Ray that it starts keeps its files.
+        folder: of a Ray that it starts, which it removes at its end; empty if it joins one.
         num_cpus: of each replica; None divides those of the cluster.
         num_gpus: of each replica.
         front: the front's certificate, PEM.
@@ -63,7 +63,7 @@ class RaySettings(msgspec.Struct, frozen=True):
 
     num_replicas: int
     address: str | None
-    temp_dir: str
+    folder: str
     num_cpus: int | None
     num_gpus: int
     front: str
@@ -192,7 +192,7 @@ class RayPlacer:
     """Places engine hosts by Ray.
 
     Args:
-        settings: `temp_dir` is chosen here.
+        settings: `folder` is chosen here.
         driver: the module of the driver.
     """
 
@@ -204,7 +204,7 @@ class RayPlacer:
         self._driver: subprocess.Popen[bytes] | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._reading: asyncio.Task[None] | None = None
-        self._temp_dir: str | None = None
+        self._folder: str | None = None
         self._connecting = asyncio.Lock()
         self._has_connected = False
 
@@ -217,7 +217,7 @@ class RayPlacer:
             EngineError: it has not; the message says why.
         """
         async with self._connecting:
-            if self._writer is not None:
+            if self._reading is not None and not self._reading.done():
                 return
             if self._has_connected:
                 await self._reconnect()
@@ -243,33 +243,26 @@ class RayPlacer:
     async def _connect(self) -> None:
         await self._end_driver()
         await check_reachable(self._settings.address)
-        if self._temp_dir is None and self._settings.address is None:
-            self._temp_dir = tempfile.mkdtemp(prefix="cl-ray-", dir="/tmp")  # 0700; paths of Ray's sockets must be short
-        reader, writer = await self._start_driver()
         try:
+            reader = await self._start_driver()
             async with asyncio.timeout(CONNECT_S):
                 report = await _read_report(reader)
         except TimeoutError:
             where = "" if self._settings.address is None else f" at {self._settings.address}"
             report = RayFailed(f"Ray{where} was not there after {CONNECT_S:.0f} s, with a place for each replica")
         except BaseException:
-            writer.close()
+            await self._end_driver()
             raise
         if not isinstance(report, Connected):
-            writer.close()
             await self._end_driver()
             raise EngineError(report.message if isinstance(report, RayFailed) else DRIVER_ENDED)
         if report.takes_commands:
             _logger.warning(TAKES_COMMANDS)
-        self._writer = writer
         self._reading = asyncio.create_task(self._read(reader), name="Ray's driver")
 
     async def close(self) -> None:
         """Ends the driver, its hosts, and a Ray that it started."""
         await self._end_driver()
-        if self._temp_dir is not None:
-            shutil.rmtree(self._temp_dir, ignore_errors=True)
-            self._temp_dir = None
 
     def placement(self, index: int) -> RayPlacement:
         """Returns the placement of a replica."""
@@ -292,7 +285,9 @@ class RayPlacer:
         if self._writer is not None and not self._writer.is_closing():
             self._writer.write(msgspec.json.encode(command) + b"\n")
 
-    async def _start_driver(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def _start_driver(self) -> asyncio.StreamReader:
+        if self._settings.address is None:
+            self._folder = make_folder()
         near, far = socket.socketpair()
         with far:
             self._driver = subprocess.Popen(
@@ -303,14 +298,13 @@ class RayPlacer:
                 pass_fds=(far.fileno(),),
                 process_group=0,
             )
-        reader, writer = await asyncio.open_unix_connection(sock=near)
-        # below the folder: Ray opens the one that it gets to everybody
-        temp_dir = "" if self._temp_dir is None else f"{self._temp_dir}/r"
-        settings = msgspec.structs.replace(self._settings, temp_dir=temp_dir)
-        writer.write(msgspec.json.encode(settings) + b"\n")
-        return reader, writer
+        reader, self._writer = await asyncio.open_unix_connection(sock=near)
+        settings = msgspec.structs.replace(self._settings, folder=self._folder or "")
+        self._writer.write(msgspec.json.encode(settings) + b"\n")
+        return reader
 
     async def _end_driver(self) -> None:
+        """Ends the driver, its hosts, and a Ray that it started. If it is cancelled, the next call goes on."""
         if self._reading is not None:
             self._reading.cancel()
             self._reading = None
@@ -318,14 +312,13 @@ class RayPlacer:
             self._writer.close()  # the driver ends with it, and what it started
             self._writer = None
         if self._driver is not None:
-            driver, self._driver = self._driver, None
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(STOP_S):
-                    while driver.poll() is None:
-                        await asyncio.sleep(_EXIT_POLL_S)
-            if driver.poll() is None:
-                driver.kill()
-                await asyncio.to_thread(driver.wait)
+            if not await _has_ended(self._driver, STOP_S):
+                self._driver.kill()
+                await _has_ended(self._driver, KILL_S)
+            self._driver = None
+        if self._folder is not None:
+            await asyncio.to_thread(remove_folder, self._folder)
+            self._folder = None
         for number in list(self._hosts):
             self._note_end(number, DRIVER_ENDED)
 
@@ -448,3 +441,12 @@ async def _read_report(reader: asyncio.StreamReader) -> DriverReport | None:
         return msgspec.json.decode(line, type=DriverReport) if line else None
     except (OSError, ValueError):  # ValueError: a line that is too long, or no report
         return None
+
+
+async def _has_ended(process: subprocess.Popen[bytes], timeout_s: float) -> bool:
+    """Waits for a process; returns whether it has ended in time."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(timeout_s):
+            while process.poll() is None:
+                await asyncio.sleep(_EXIT_POLL_S)
+    return process.poll() is not None

@@ -20,10 +20,12 @@ from typing import Any, Final
 import msgspec
 import ray
 from ray._private import services
+from ray._private.authentication.authentication_token_setup import ensure_token_if_auth_enabled
 from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cloister.cluster.backend.loop_watch import LoopWatch
 from cloister.cluster.backend.placer import (
     Connected,
     DriverCommand,
@@ -37,6 +39,7 @@ from cloister.cluster.backend.placer import (
     choose_num_cpus,
     share_memory,
 )
+from cloister.cluster.backend.ray_folder import remove_folder
 from cloister.cluster.remote.host_process import HostProcess
 from cloister.types.errors import EngineError
 
@@ -45,6 +48,9 @@ RESERVE_S: Final = 100.0
 LOST_JOB_S: Final = 45.0
 """If hosts have run, none runs and none starts for so long, Ray has ended this driver's job, as it does when the node beside it
 dies. Then nothing ever starts; another driver has another job."""
+HUNG_S: Final = 60.0
+"""Longest call of Ray. Many block the event loop until the head replies, some without a limit; after as long without a head Ray
+itself ends a process. The front starts another driver then."""
 _raylet: Any = importlib.import_module("ray._raylet")  # its types lack what is used here
 _OBJECT_STORE_BYTES: Final = 80 * 2**20  # Ray takes no less; nothing is put there
 _NOTE_CHARS: Final = 200
@@ -106,6 +112,7 @@ class Driver:
         self._tasks: set[asyncio.Task[None]] = set()
         self._num_cpus = 0
         self._group: Any = None
+        self._actor_class: Any = ray.remote(HostActor)  # each one that is made is sent to the head
 
     def connect(self) -> Connected:
         """Starts Ray or joins it, and reserves a place for each replica.
@@ -124,10 +131,11 @@ class Driver:
                     include_dashboard=False,
                     object_store_memory=_OBJECT_STORE_BYTES,
                     _node_ip_address="127.0.0.1",
-                    _temp_dir=settings.temp_dir,
+                    _temp_dir=f"{settings.folder}/r",  # Ray opens the one that it gets to everybody
                     **quiet,
                 )
             else:
+                ensure_token_if_auth_enabled(create_token_if_missing=False)  # without one Ray would end this process
                 # asks the head who it is, wherever `auto` says that it is: `ray.init` tries a wrong token for half a minute
                 if (head := services.canonicalize_bootstrap_address(settings.address)) is not None:
                     _raylet.GcsClient(address=head)
@@ -165,6 +173,17 @@ class Driver:
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Does what the front asks for until it has ended."""
+        watch = LoopWatch(HUNG_S)
+        watch.start()
+        beating = asyncio.create_task(watch.beat())
+        try:
+            await self._obey(reader)
+        except ConnectionError:
+            pass  # the front was killed
+        finally:
+            beating.cancel()  # and this process ends in time
+
+    async def _obey(self, reader: asyncio.StreamReader) -> None:
         while line := await reader.readline():
             match msgspec.json.decode(line, type=DriverCommand):
                 case StartHost(host, index):
@@ -177,16 +196,9 @@ class Driver:
     def _enter(self, host: int, index: int) -> Any:
         """Returns the actor in which a host is to run: that of its place, or a new one if there is none."""
         if index not in self._bundles:
-            actor = (
-                ray.remote(HostActor)
-                .options(
-                    num_cpus=self._num_cpus,
-                    num_gpus=self._settings.num_gpus,
-                    scheduling_strategy=PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index),
-                )
-                .remote()
-            )
-            self._bundles[index] = _Bundle(actor)
+            place = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            options = {"num_cpus": self._num_cpus, "num_gpus": self._settings.num_gpus, "scheduling_strategy": place}
+            self._bundles[index] = _Bundle(self._actor_class.options(**options).remote())
         self._bundles[index].hosts.add(host)
         return self._bundles[index].actor
 
@@ -219,6 +231,7 @@ class Driver:
     async def _start(self, actor: Any, host: int) -> dict[str, Any]:
         """Has an actor start a host, for as long as that takes; ends this process if Ray has ended its job."""
         starting = asyncio.wrap_future(actor.start.remote(host, self._settings.front).future())
+        starting.add_done_callback(lambda ended: ended.cancelled() or ended.exception())  # which nobody reads after a cancel
         while True:
             done, _ = await asyncio.wait([starting], timeout=LOST_JOB_S)
             if done:
@@ -254,6 +267,8 @@ class Driver:
         if tasks:
             await asyncio.wait(tasks)
         ray.shutdown()
+        if self._settings.folder:
+            remove_folder(self._settings.folder)
 
     def say(self, report: DriverReport) -> None:
         """Reports to the front."""
