@@ -32,6 +32,8 @@ ADAPTED_SHARE: Final = 0.25
 """Share of the scenarios with adapters."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
+SEARCHED_SHARE: Final = 0.15
+"""Share of the scenarios in which beams are searched for some of the answers."""
 TIER_TEXTS: Final = ("Of what is kept for later use, this is part", "What was let go may come back, as the text")
 NUM_ADAPTERS: Final = 2
 """Adapters that there are."""
@@ -78,6 +80,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         min_tokens: nothing ends the answer before.
         prompt_logprobs: log-probabilities of the prompt are asked for.
         adapter: number of its adapter; 0 for none.
+        beams: so many beams are searched for its answers (`BeamSearch`); 0: they are sampled.
+        length_penalty: of that search.
     """
 
     at_s: float
@@ -101,6 +105,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     min_tokens: int = 0
     prompt_logprobs: bool = False
     adapter: int = 0
+    beams: int = 0
+    length_penalty: float = 1.0
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -241,7 +247,36 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if draw.random() < ADAPTED_SHARE:
         drawn = _adapt(drawn, draw)
     draw = random.Random(f"tiers {seed}")
-    return _keep_in_tiers(drawn, draw) if draw.random() < TIERED_SHARE else drawn
+    if draw.random() < TIERED_SHARE:
+        drawn = _keep_in_tiers(drawn, draw)
+    draw = random.Random(f"beams {seed}")
+    if draw.random() < SEARCHED_SHARE:
+        drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
+    return drawn
+
+
+def _search_answer(job: Job, draw: random.Random) -> Job:
+    """Returns a job whose answers are the best of a beam search, or the same job. A search allows no biases, penalties or stop
+    strings."""
+    if draw.random() < 0.4:
+        return job
+    width = draw.choice((1, 2, 3))
+    return Job(
+        at_s=job.at_s,
+        prompt=job.prompt,
+        max_tokens=draw.choice((1, 3, 8, 16)),
+        n=min(job.n, width),
+        tenant=job.tenant,
+        num_stop_ids=draw.choice((0, 0, 2, 9)),
+        kills_after=job.kills_after,
+        ignores_eos=job.ignores_eos,
+        priority=job.priority,
+        timeout_s=job.timeout_s,
+        cancel_after_s=job.cancel_after_s,
+        adapter=job.adapter,
+        beams=width,
+        length_penalty=draw.choice((1.0, 0.0, -1.0, 2.0)),
+    )
 
 
 def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
