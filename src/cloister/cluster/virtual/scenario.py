@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar, get_args
 import msgspec
 
 from cloister.cluster.virtual.drafts import DraftKind
+from cloister.cluster.virtual.engine import PoolKind
 from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.engine.replica_snapshot import ROLES, Role
 
@@ -180,6 +181,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         num_adapters: so many adapters are loaded at the start.
         tiers: slots of each replica's KV tiers in memory and on disk; 0 for none.
         damages_tiers: share of what is torn, late or lost there, or cannot be written.
+        pool: the tier in memory is one that all engines share (`shared`), or in which they also lend each other slots (`peer`).
     """
 
     seed: int
@@ -207,6 +209,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     num_adapters: int = 0
     tiers: tuple[int, int] = (0, 0)
     damages_tiers: float = 0.0
+    pool: PoolKind = "none"
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[OperatorAction, ...] = ()
@@ -293,11 +296,15 @@ def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
         OperatorAction(at_s=round(draw.random() * 2 * span_s, 4), kind="forget", job=draw.randrange(len(jobs)))
         for _ in range(draw.choice((0, 0, 1)))
     )
+    tiers = draw.choice(((40, 0), (0, 40), (8, 24), (6, 80)))
+    damages, num_blocks = draw.choice((0.0, 0.1, 0.3)), draw.choice((14, 18, 24))
+    pool: PoolKind = draw.choice(("none", "shared", "shared", "peer"))
     return replace(
         scenario,
-        tiers=draw.choice(((40, 0), (0, 40), (8, 24), (6, 80))),
-        damages_tiers=draw.choice((0.0, 0.1, 0.3)),
-        num_blocks=draw.choice((14, 18, 24)),
+        tiers=tiers,
+        damages_tiers=damages,
+        pool=pool if tiers[0] and scenario.num_replicas > 1 else "none",
+        num_blocks=num_blocks,
         jobs=jobs,
         operations=scenario.operations + drops,
     )

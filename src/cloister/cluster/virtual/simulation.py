@@ -27,7 +27,7 @@ from cloister.cluster.virtual.checks import (
     most_starts,
     updates_of,
 )
-from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
+from cloister.cluster.virtual.engine import SLOT_KIB, VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
 from cloister.cluster.virtual.grammars import GRAMMARS
@@ -36,6 +36,7 @@ from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import NUM_ADAPTERS, InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.tier_threads import VirtualPool
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
@@ -201,10 +202,15 @@ class _Simulation:
             helper_s=scenario.helper_s,
             tiers=scenario.tiers,
             damages_tiers=scenario.damages_tiers,
+            pool=scenario.pool,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
         self.switch = KVSwitch(self.network, self.draw, scenario.damages_kv)
+        self.pool: VirtualPool | None = None
+        if scenario.pool != "none":
+            num_parts = scenario.num_replicas * (1 + len(updates_of(scenario)))  # an update starts one beside each other
+            self.pool = VirtualPool(scenario.tiers[0], SLOT_KIB << 10, num_parts)
         self.served: dict[str, set[int]] = {}  # replicas that have had requests of a tenant
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []  # those of the replicas, and then those that updates bring
@@ -279,7 +285,7 @@ class _Simulation:
         shape = replace(self.shape, weights=weights)
         if self._has_trouble("front", weights, None, update):
             shape = replace(shape, max_model_len=shape.max_model_len // 2)
-        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora)
+        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora, self.pool)
         if self._has_trouble("step", weights, replica, update):
             engine.runner.num_failing = MANY
         engine.runner.kills_after = {
