@@ -398,6 +398,8 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "grammar": "nosuch"}]}', "grammars are number"),
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters are 1 to 2"),
         ('{"seed": 1, "tiers": [-1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "numbers of slots"),
+        ('{"seed": 1, "pool": "peer", "tiers": [1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "2 slots in memory"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams are n to 8"),
         ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
     ],
 )
