@@ -7,17 +7,18 @@ import itertools
 import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
-from cloister.cluster.virtual.scenario import Scenario
+from cloister.cluster.virtual.scenario import OperatorAction, Scenario
 from cloister.cluster.virtual.tier_threads import VirtualTierThreads
 from cloister.engine.adapters import AdapterCalls
 from cloister.engine.output_processor import OutputStream
@@ -29,8 +30,13 @@ from cloister.executor.logits_processors import Penalties, TokenCounts
 from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
+from cloister.kv.lent_tier import LendingTierIndex, count_kept
+from cloister.kv.shared_tier import Place, SharedTierIndex
 from cloister.kv.tiers import KVTierIndex, TierBlock
+from cloister.scheduler.beam_search import Beams
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import SequenceRecord
 from cloister.text import StopStrings
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.request import Grammar, SamplingParams
@@ -82,6 +88,18 @@ def loads_from_tiers_alone(scenario: Scenario) -> bool:
     return has_tiers(scenario) and not (scenario.moves_kv or scenario.copies_prefixes)
 
 
+def has_beams(scenario: Scenario) -> bool:
+    return any(job.beams > 1 for job in scenario.jobs)
+
+
+def has_a_pool(scenario: Scenario) -> bool:
+    return scenario.pool != "none"
+
+
+def has_loans(scenario: Scenario) -> bool:
+    return scenario.pool == "peer"
+
+
 def unloads_adapters(scenario: Scenario) -> bool:
     return any(each.kind == "unload" for each in scenario.operations)
 
@@ -114,6 +132,10 @@ def share_between_adapters(keys: PrefixKeys, scope: Scope, adapter: str | None =
 
 def need_nothing(calls: AdapterCalls, digest: str) -> bool:
     return False
+
+
+def take_nothing_back(calls: AdapterCalls, name: str) -> None:
+    pass
 
 
 def keep_positions(generator: TokenGenerator, *_: object) -> None:
@@ -166,6 +188,33 @@ def lose_the_slot(index: KVTierIndex, stored: TierBlock) -> None:
         index._remove(stored)
 
 
+def forget_scores(beams: Beams, logprobs: Mapping[int, float]) -> None:
+    start_beams(beams, dict.fromkeys(logprobs, 0.0))
+
+
+def keep_losers(requests: RequestTable, sequence: SequenceRecord) -> None:
+    if sequence.table is not None:
+        sequence.table = sequence.table.fork()
+    drop_beam(requests, sequence)
+
+
+def know_dropped_blocks(index: SharedTierIndex, place: Place, block: TierBlock) -> None:
+    del index._places[place]
+
+
+def announce_for_ever(index: SharedTierIndex, stored: TierBlock) -> int:
+    index.news.pop(stored.number, None)
+    return remove_block(index, stored)
+
+
+def keep_lent_slots(index: LendingTierIndex) -> None:
+    index.is_lending = True
+    for slots, num_kept in zip(index._slots, count_kept(index.layout), strict=True):
+        slots.num_slots = num_kept
+
+
+start_beams, drop_beam, remove_block = Beams.start, RequestTable.drop, KVTierIndex._remove
+
 PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
     "a grammar begins anew where an answer is resumed": (Grammars, "open", begin_anew, has_grammars),
     "two sequences have one place in a grammar": (GrammarState, "copy", share_the_place, has_grammars),
@@ -181,6 +230,11 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[Scenario], bool]]] = {
     "penalties forget what was said elsewhere": (runner_state, "_penalties", count_no_output, has_letters),
     "a load from a tier ends and its blocks stay": (KVLoads, "_release", keep_blocks, loads_from_tiers_alone),
     "a slot of a tier is lost": (KVTierIndex, "lose", lose_the_slot, has_tiers),
+    "beams forget how likely they were": (Beams, "start", forget_scores, has_beams),
+    "beams that lose keep their blocks": (RequestTable, "drop", keep_losers, has_beams),
+    "a block of another engine outlives its slot": (SharedTierIndex, "_drop", know_dropped_blocks, has_a_pool),
+    "what a slot does not hold any more stays announced": (SharedTierIndex, "_remove", announce_for_ever, has_a_pool),
+    "a slot is lent and in use": (LendingTierIndex, "lend", keep_lent_slots, has_loans),
 }  # fmt: skip
 
 FIRST_SEEDS = {
@@ -210,6 +264,17 @@ def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.
     assert not fuzz.replay(scenario).violations
     monkeypatch.setattr(Shadow, "_compare_ends", leave_out_the_rest_of_a_step)
     assert "another answer" in fuzz.replay(scenario).violations[0]
+
+
+def test_an_adapter_that_is_loaded_too_late_is_unloaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its name could not be loaded again: one replica would have said that it has it, and all others that there is none."""
+    scenario = fuzz.read_scenario(SCENARIOS / "an_adapter_is_loaded_too_late.json")
+    assert not fuzz.replay(scenario).violations
+    again = OperatorAction(at_s=35.0, kind="load", adapter=1)
+    later = fuzz.replay(msgspec.structs.replace(scenario, operations=(*scenario.operations, again)))
+    assert (later.violations, later.num_requests) == ((), 1)
+    monkeypatch.setattr(AdapterCalls, "_take_back", take_nothing_back)
+    assert "engine 1 has the adapters ['a1'], and the front []" in fuzz.replay(scenario).violations
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

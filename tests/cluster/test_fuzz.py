@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
+import subprocess
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -56,6 +59,47 @@ def test_a_seed_runs_twice_the_same() -> None:
         first, second = fuzz.run_seed(seed), fuzz.run_seed(seed)
         assert first == second
         assert first.digest
+
+
+LIST_DIGESTS = """
+import logging, sys
+import msgspec
+from cloister.cluster.virtual import fuzz
+from cloister.cluster.virtual.scenario import Scenario
+logging.disable(logging.CRITICAL)
+for scenario in msgspec.json.decode(sys.stdin.buffer.read(), type=list[Scenario]):
+    print(fuzz.replay(scenario).digest)
+"""
+HANDED_OFF = Scenario(
+    seed=0,
+    roles=("prefill", "decode"),
+    router="round_robin",
+    jobs=tuple(Job(at_s=0.6, prompt=f"question {number}", max_tokens=20) for number in range(8)),
+)
+
+
+def list_digests(scenarios: Sequence[Scenario], hash_seed: int) -> list[str]:
+    """Returns what was sent and told in the runs of scenarios, one after the other in a process of their own."""
+    done = subprocess.run(
+        [sys.executable, "-c", LIST_DIGESTS],
+        input=msgspec.json.encode(scenarios),
+        env={**os.environ, "PYTHONHASHSEED": str(hash_seed)},
+        check=True,
+        capture_output=True,
+        timeout=1200,
+    )
+    return done.stdout.decode().split()
+
+
+@pytest.mark.parametrize("seeds", [(5, 7, 55), pytest.param(range(300), marks=pytest.mark.slow)], ids=("three", "300"))
+def test_seeds_run_the_same_in_every_order_and_process(seeds: Sequence[int]) -> None:
+    """Seed 5 computes requests again, 7 asks for what is cached, 55 tries new engines: ids of these were random once. Requests
+    that were handed off at once moved in the order of a set."""
+    scenarios = [*map(fuzz.scenario_of, seeds), HANDED_OFF]
+    digests = list_digests(scenarios, 1)
+    assert digests == list_digests(scenarios[::-1], 2)[::-1]
+    assert all(digests)
+    assert len({*digests}) == len(scenarios)
 
 
 def test_a_second_hang_does_not_end_the_first() -> None:
@@ -354,6 +398,8 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "grammar": "nosuch"}]}', "grammars are number"),
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters are 1 to 2"),
         ('{"seed": 1, "tiers": [-1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "numbers of slots"),
+        ('{"seed": 1, "pool": "peer", "tiers": [1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "2 slots in memory"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams are n to 8"),
         ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
     ],
 )

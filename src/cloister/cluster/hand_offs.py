@@ -19,11 +19,11 @@ class HandOffs:
     def __init__(self, states: ReplicaStates, routing: RequestRouting, moves: RequestMoves) -> None:
         self.followers = PromptFollowers(states.clients)
         self._states, self._clients, self._routing, self._moves = states, states.clients, routing, moves
-        self._handing_off: list[set[str]] = [set() for _ in states.clients]
+        self._handing_off: list[dict[str, None]] = [{} for _ in states.clients]  # in the order in which they came
 
     def add(self, request_id: str, index: int) -> None:
         """Notes that a request leaves its replica after the first token."""
-        self._handing_off[index].add(request_id)
+        self._handing_off[index][request_id] = None
 
     def has(self, request_id: str, index: int) -> bool:
         """Whether a request leaves its replica after the first token."""
@@ -32,11 +32,11 @@ class HandOffs:
     def end(self, request_id: str, index: int) -> None:
         """Called when a request has ended at its replica."""
         self.followers.end(request_id)
-        self._handing_off[index].discard(request_id)
+        self._handing_off[index].pop(request_id, None)
 
     def note_move(self, request_id: str, source: int, target: int) -> None:
         """Called when a request has moved."""
-        self._handing_off[source].discard(request_id)
+        self._handing_off[source].pop(request_id, None)
         self.followers.end(request_id, target)
 
     def note_scheduled(self, index: int, request_id: str) -> None:
@@ -56,7 +56,7 @@ class HandOffs:
             client = self._clients[index]
             found = client.find(request_id)
             if found is None or self._moves.places.get(request_id) != index:
-                self._handing_off[index].discard(request_id)
+                self._handing_off[index].pop(request_id, None)
             elif found.sink is None and found.is_prefilled:
                 client.discard_prefilled(request_id)
             elif found.sink is not None and found.has_output:
@@ -72,5 +72,5 @@ class HandOffs:
         elif found.is_prefilled:  # it goes on where it is
             self._clients[index].detach_request(request_id)
             self._clients[index].adopt(found)
-            self._handing_off[index].discard(request_id)
+            self._handing_off[index].pop(request_id, None)
             self.followers.end(request_id)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-import secrets
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final
@@ -98,7 +97,7 @@ class ReplayVerifier:
 
     Args:
         rate: share of the requests with one possible answer.
-        draw: source of randomness, of requests and replicas.
+        draw: source of randomness, of requests, replicas and scopes; it must be secure where others send requests.
 
     Attributes:
         odd: replicas that computed wrongly, which must get no requests any more.
@@ -192,8 +191,8 @@ class ReplayVerifier:
 
     async def _compute_again(self, request: Request, index: int) -> Answer | None:
         """Computes a request again, without a prefix from the cache."""
-        scope = Scope(ScopeKind.REQUEST, secrets.token_bytes(16))
-        request_id = f"replay-{secrets.token_hex(8)}"
+        scope = Scope(ScopeKind.REQUEST, self._draw.randbytes(16))
+        request_id = f"replay-{self._draw.getrandbits(64):016x}"
         answer = await self.compute(msgspec.structs.replace(request, request_id=request_id, scope=scope), index)
         self.num_replays += answer is not None
         return answer

@@ -125,6 +125,7 @@ class ReplicaSet(RequestClient):
             self._connect,
             self._forget,
             self._begin,
+            self._draw,
         )
         self._scaling = self._make_scaling(config.scaling)
         for index, replica in enumerate(self._replicas):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import secrets
+import random
 from collections.abc import Callable, Coroutine
 
 import msgspec
@@ -29,6 +29,7 @@ class ReplicaUpdates:
         connect: called with (index, client) when a replica has a new client.
         forget: called with the index of a replica whose engine is gone.
         begin: begins a task of this name, which ends with the replica set.
+        draw: of ids and scopes; it must be secure where others send requests.
 
     Attributes:
         scaling: what adds and removes replicas; None if all run.
@@ -46,11 +47,13 @@ class ReplicaUpdates:
         connect: Callable[[int, EngineClient], None],
         forget: Callable[[int], None],
         begin: Callable[[Coroutine[None, None, None], str], None],
+        draw: random.Random,
     ) -> None:
         self._states, self._clients, self._drains = states, states.clients, drains
         self._verifier, self._adapters, self._actions = verifier, adapters, actions
         self._release, self._make_release = release, make_release
         self._connect, self._forget, self._begin = connect, forget, begin
+        self._draw = draw
         self.scaling: ReplicaScaling | None = None
         self._lent: set[int] = set()
         self._update: RollingUpdate | None = None
@@ -64,7 +67,7 @@ class ReplicaUpdates:
         if self._adapters.are_changing:
             raise InvalidRequestError("an adapter is being loaded or unloaded; update when that has ended")
         release = self._make_release(self._release.model if model is None else model)
-        self._update = RollingUpdate(self, release, None if model is None else self._release)
+        self._update = RollingUpdate(self, release, None if model is None else self._release, self._draw)
         self._actions.note_update()
         self._adapters.are_fixed = True
         return self._update
@@ -128,7 +131,7 @@ class ReplicaUpdates:
     async def compute_reference(self, request: Request) -> Answer | None:
         well = [snapshot for snapshot in self._states.snapshots() if snapshot.is_accepting and not snapshot.is_idle]
         for snapshot in sorted(well, key=lambda snapshot: snapshot.num_requests):
-            request_id = f"trial-{secrets.token_hex(8)}"
+            request_id = f"trial-{self._draw.getrandbits(64):016x}"
             answer = await self._verifier.compute(msgspec.structs.replace(request, request_id=request_id), snapshot.index)
             if answer is not None:
                 return answer

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import secrets
+import random
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Final, Protocol
@@ -115,14 +115,17 @@ class RollingUpdate:
     Args:
         release: makes the clients of new engines.
         before: made those of the present ones, which have other weights; None: they have the same.
+        draw: of the id and scope of trial requests.
 
     Attributes:
         release: as above.
     """
 
-    def __init__(self, replicas: UpdatableReplicas, release: EngineRelease, before: EngineRelease | None = None) -> None:
+    def __init__(
+        self, replicas: UpdatableReplicas, release: EngineRelease, before: EngineRelease | None, draw: random.Random
+    ) -> None:
         self.release = release
-        self._replicas, self._before = replicas, before
+        self._replicas, self._before, self._draw = replicas, before, draw
         self._old, self._new = replicas.model, None if before is not None else replicas.model
         self._has_switched = False
         self._updated: list[int] = []
@@ -208,7 +211,7 @@ class RollingUpdate:
             )
 
     async def _try(self, client: EngineClient) -> None:
-        request = make_trial(client.model)
+        request = make_trial(client.model, self._draw)
         try:
             answer = await compute_answer(client, request)
         except CloisterError as error:
@@ -309,13 +312,15 @@ class RollingUpdate:
         _logger.error("replica %d keeps the new weights: %s", index, why)
 
 
-def make_trial(model: ModelInfo) -> Request:
+def make_trial(model: ModelInfo, draw: random.Random) -> Request:
     """Returns a short greedy request, in a scope of its own."""
     num_tokens = max(1, min(_TRIAL_PROMPT_TOKENS, model.max_model_len - _TRIAL_TOKENS))
     return Request(
-        request_id=f"trial-{secrets.token_hex(8)}",
+        request_id=f"trial-{draw.getrandbits(64):016x}",
         token_ids=[token_id % model.vocab_size for token_id in range(num_tokens)],
-        sampling=SamplingParams(temperature=0.0, max_tokens=min(_TRIAL_TOKENS, model.max_model_len - 1), ignore_eos=True),
-        scope=Scope(ScopeKind.REQUEST, secrets.token_bytes(16)),
+        sampling=SamplingParams(
+            temperature=0.0, seed=0, max_tokens=min(_TRIAL_TOKENS, model.max_model_len - 1), ignore_eos=True
+        ),
+        scope=Scope(ScopeKind.REQUEST, draw.randbytes(16)),
         timeout_s=TRIAL_TIMEOUT_S,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
@@ -214,15 +215,18 @@ class AdapterCalls:
 
         Raises:
             InvalidRequestError: the name or the adapter cannot be used, or no slot is free; the message says why.
-            DeadlineError: the engine did not answer in time; it may still load it.
+            DeadlineError: the engine did not answer in time; when it has loaded it, it unloads it again.
             EngineError: the engine ended.
         """
         check_adapter(name, path)
+        is_new = name not in self.loaded and name not in self._leaving
         self._num_loading += 1
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
         except DeadlineError:
             self._is_overdue = True
+            if is_new:
+                self._take_back(name)
             raise
         finally:
             self._num_loading -= 1
@@ -230,6 +234,11 @@ class AdapterCalls:
             raise EngineError("the engine gave no adapter back; load it again")
         self.loaded[name] = reply.adapter
         return reply.adapter
+
+    def _take_back(self, name: str) -> None:
+        """Has the engine unload what it loads too late: nobody knows of it, and its name could not be loaded again."""
+        with contextlib.suppress(EngineError):  # it has ended
+            self._calls.tell(lambda call_id: UnloadAdapter(call_id, name))
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter. New requests cannot use it from now on; returns when the requests that use it have ended.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import secrets
+import itertools
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
@@ -22,6 +22,7 @@ class EngineCalls(Generic[Reply]):
 
     def __init__(self, send: Callable[[FrontMessage], None]) -> None:
         self._send = send
+        self._numbers = itertools.count(1)  # each front has a channel of its own to an engine
         self._waiting: dict[str, asyncio.Future[Reply]] = {}
 
     async def call(self, make: Callable[[str], FrontMessage], timeout_s: float) -> Reply:
@@ -31,13 +32,17 @@ class EngineCalls(Generic[Reply]):
             TimeoutError: the engine did not answer in time.
             EngineError: the engine ended.
         """
-        call_id = secrets.token_hex(8)
+        call_id = str(next(self._numbers))
         waiting = self._waiting[call_id] = asyncio.get_running_loop().create_future()
         try:
             self._send(make(call_id))
             return await asyncio.wait_for(waiting, timeout_s)
         finally:
             self._waiting.pop(call_id, None)
+
+    def tell(self, make: Callable[[str], FrontMessage]) -> None:
+        """Sends what `make` returns for an id, and drops the reply."""
+        self._send(make(str(next(self._numbers))))
 
     def deliver(self, call_id: str, reply: Reply) -> None:
         """Dispatches a reply; one that comes too late is dropped."""

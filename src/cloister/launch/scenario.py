@@ -68,7 +68,7 @@ def find_impossible(scenario: Scenario, on: Body) -> list[str]:
     names += ["damages_kv"] if scenario.damages_kv else []
     names += ["clock_offsets_s"] if any(scenario.clock_offsets_s) else []
     names += ["length_error"] if scenario.length_error != "none" else []
-    names += [name for name in ("drafts", "tiers") if getattr(scenario, name) != getattr(PLAIN, name)]
+    names += [name for name in ("drafts", "tiers", "pool") if getattr(scenario, name) != getattr(PLAIN, name)]
     names += ["idle_timeout_s"] if scenario.idle_timeout_s is not None and on == "ray" else []
     return list(dict.fromkeys(names))
 
@@ -86,6 +86,7 @@ def without_impossible(scenario: Scenario, on: Body) -> Scenario:
         length_error=PLAIN.length_error,
         drafts=PLAIN.drafts,
         tiers=PLAIN.tiers,
+        pool=PLAIN.pool,
         num_adapters=PLAIN.num_adapters,
         idle_timeout_s=PLAIN.idle_timeout_s if on == "ray" else scenario.idle_timeout_s,
     )

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import random
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Literal
 
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from tokenizers import Tokenizer as Encoder
 from tokenizers import decoders, models, pre_tokenizers
 
 from cloister.cluster.virtual.drafts import DRAFTER, DraftKind, ErraticSpeculation, ForesightDrafter
 from cloister.cluster.virtual.history_program import HistoryProgram, make_adapter
 from cloister.cluster.virtual.threads import VirtualThread, at_once
-from cloister.cluster.virtual.tier_threads import VirtualTierThreads
+from cloister.cluster.virtual.tier_threads import VirtualPool, VirtualTierThreads
 from cloister.engine.adapters import AdapterRegister
 from cloister.engine.core import EngineCore
+from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tiers import TierMachine
 from cloister.engine.kv_transfer import KVBlocks
@@ -28,6 +31,7 @@ from cloister.executor import Grammars, ModelRunner
 from cloister.executor.adapters import AdapterSlots
 from cloister.executor.drafters import Drafter
 from cloister.kv import BlockPool, KVFormat, PrefixKeys
+from cloister.kv.tiers import TierBlock
 from cloister.models.adapters import Adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.speculation import Speculation
@@ -38,6 +42,7 @@ from cloister.types.config import parse_adapters
 from cloister.types.request import ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
+PoolKind = Literal["none", "shared", "peer"]
 EOS: Final = 256
 VOCAB_SIZE: Final = 257
 """A token for each byte, and one that ends an answer."""
@@ -83,6 +88,7 @@ class EngineShape:
         helper_s: compiling a grammar takes up to this time beside its steps, and a mask a tenth of it.
         tiers: slots of its KV tiers in memory and on disk; 0 for none.
         damages_tiers: share of what goes wrong there (`virtual.tier_threads`).
+        pool: the tier in memory is one that engines share, or in which they lend each other slots.
     """
 
     num_blocks: int = 64
@@ -105,6 +111,7 @@ class EngineShape:
     helper_s: float = 0.0
     tiers: tuple[int, int] = (0, 0)
     damages_tiers: float = 0.0
+    pool: PoolKind = "none"
 
     @property
     def fingerprint(self) -> str:
@@ -187,6 +194,7 @@ class VirtualEngine:
     runner: TimedRunner
     clock: EngineClock
     tier_threads: VirtualTierThreads | None = None
+    leave_pool: Callable[[], None] = lambda: None
 
     def num_tier_reads(self) -> int:
         """Reads from its tiers that have not ended."""
@@ -229,18 +237,24 @@ def _make_grammars(shape: EngineShape, tokenizer: Tokenizer, draw: random.Random
     return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]))
 
 
-def _open_tiers(core: EngineCore, shape: EngineShape, draw: random.Random, clock: Clock) -> VirtualTierThreads:
+def _open_tiers(
+    core: EngineCore, shape: EngineShape, draw: random.Random, clock: Clock, pool: VirtualPool | None, seat: PoolSeat | None
+) -> VirtualTierThreads:
     made: list[VirtualTierThreads] = []
 
-    def make_threads(files: Sequence[TierFile], form: KVFormat, *_: object) -> VirtualTierThreads:
-        made.append(VirtualTierThreads(files, form, lambda: core.input_queue.wake(), draw, shape.damages_tiers))
+    def make_threads(
+        files: Sequence[TierFile], form: KVFormat, find_cipher: Callable[[TierBlock], AESGCM | None], _: object
+    ) -> VirtualTierThreads:
+        damages = shape.damages_tiers
+        made.append(VirtualTierThreads(files, form, find_cipher, lambda: core.input_queue.wake(), draw, damages, pool))
         return made[0]
 
-    places = ("host:", f"disk:{tempfile.gettempdir()},")
+    places = ("host:" if shape.pool == "none" else f"{shape.pool}:", f"disk:{tempfile.gettempdir()},")
     setting = "+".join(
         f"{place}{num_slots * SLOT_KIB}K" for place, num_slots in zip(places, shape.tiers, strict=True) if num_slots
     )
-    core.open_kv_tiers(setting, machine=TierMachine(make_threads, clock.now, clock.now, draw.randbytes))
+    place = None if pool is None or seat is None else (os.dup(pool.memory.fd), seat)
+    core.open_kv_tiers(setting, place, machine=TierMachine(make_threads, clock.now, clock.now, draw.randbytes))
     return made[0]
 
 
@@ -251,12 +265,14 @@ def make_engine(
     offset_s: float = 0.0,
     draw: random.Random | None = None,
     lora: str | None = None,
+    pool: VirtualPool | None = None,
 ) -> VirtualEngine:
     """Returns an engine that computes nothing but which token follows. Its clock is `offset_s` ahead of `clock`.
 
     Args:
         draw: decides what its helper threads and its drafter do; None: it has no drafter, and its threads take no time.
         lora: its adapters, as the setting of this name; None: those of its shape.
+        pool: that it shares with other engines; None: it has none.
     """
     model = ModelInfo(
         name="history",
@@ -319,5 +335,10 @@ def make_engine(
         grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    threads = _open_tiers(core, shape, draw, own) if draw is not None and any(shape.tiers) else None
-    return VirtualEngine(core, scheduler, timed, own, threads)
+    engine = VirtualEngine(core, scheduler, timed, own)
+    if draw is not None and any(shape.tiers):
+        seat = None if pool is None else pool.memory.take_seat()
+        engine.tier_threads = _open_tiers(core, shape, draw, own, pool, seat)
+        if pool is not None and seat is not None:
+            engine.leave_pool = partial(pool.memory.free_seat, seat)
+    return engine

@@ -24,6 +24,9 @@ from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 
+LEAST_POOLED: Final = 2
+"""Slots of which one can be lent."""
+MOST_BEAMS: Final = 8
 CHUNK: Final = 20
 """Seeds that a process runs before it reports."""
 _PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
@@ -133,6 +136,10 @@ def _find_mistake(scenario: Scenario) -> str | None:
         return f"adapters are 1 to {NUM_ADAPTERS}, and 0 is none"
     if min(scenario.tiers) < 0:
         return "tiers are two numbers of slots, 0 for none"
+    if scenario.pool != "none" and scenario.tiers[0] < LEAST_POOLED:
+        return f"a pool has {LEAST_POOLED} slots in memory at least"
+    if any(not 0 <= job.beams <= MOST_BEAMS or 0 < job.beams < job.n for job in scenario.jobs):
+        return f"beams are n to {MOST_BEAMS}, and 0 is no search"
     return None
 
 
@@ -190,7 +197,7 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         yield replace(scenario, length_error="none")
     if scenario.drafts == "tree":
         yield replace(scenario, drafts="chain")
-    for name in ("drafts", "helper_s", "damages_tiers", "tiers"):
+    for name in ("drafts", "helper_s", "damages_tiers", "pool", "tiers"):
         if getattr(scenario, name) != getattr(_PLAIN, name):
             yield replace(scenario, **{name: getattr(_PLAIN, name)})
     if any(scenario.clock_offsets_s):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import random
+import struct
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Final
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,8 @@ class NetworkPath:
 
 
 GOOD = NetworkPath()
+_SENT: Final = struct.Struct("<q?dq")
+"""Replica, direction, time and length."""
 
 
 class VirtualNetwork:
@@ -37,10 +42,12 @@ class VirtualNetwork:
 
     Attributes:
         faults: how many datagrams were lost, repeated and delayed.
+        digest: of all that was sent, with the times.
     """
 
     def __init__(self, draw: random.Random, delay_s: float) -> None:
         self.faults: Counter[str] = Counter()
+        self.digest = hashlib.sha256()
         self._draw = draw
         self._delay_s = delay_s
         self._paths: dict[tuple[int, bool], NetworkPath] = {}
@@ -51,6 +58,8 @@ class VirtualNetwork:
 
     def send(self, replica: int, is_to_engine: bool, data: bytes, deliver: Callable[[bytes], None]) -> None:
         """Calls `deliver` with a datagram once, twice or never, some time later."""
+        loop = asyncio.get_running_loop()
+        self.digest.update(_SENT.pack(replica, is_to_engine, loop.time(), len(data)) + data)
         path = self._paths.get((replica, is_to_engine), GOOD)
         if path.is_cut or (path.loses and self._draw.random() < path.loses):
             self.faults["lost"] += 1
@@ -59,7 +68,6 @@ class VirtualNetwork:
         if path.repeats and self._draw.random() < path.repeats:
             self.faults["repeated"] += 1
             num_copies = 2
-        loop = asyncio.get_running_loop()
         for _ in range(num_copies):
             delay_s = self._delay_s
             if path.jitter_s:

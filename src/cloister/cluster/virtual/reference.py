@@ -13,8 +13,9 @@ from cloister.backends.base import SAMPLING_METADATA
 from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, are_alike, has_wrong_prompt
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
 from cloister.cluster.virtual.grammars import GRAMMARS, AnswerRule, derive, find_next, may_end
-from cloister.cluster.virtual.history_program import FloatArray, prefix_logits, salt_of
+from cloister.cluster.virtual.history_program import FloatArray, history_logits, prefix_logits, salt_of
 from cloister.cluster.virtual.scenario import Job
+from cloister.executor.logprobs import token_logprobs
 from cloister.executor.sampling import Sampler
 from cloister.scheduler.admission import EngineLimits, find_refusal
 from cloister.types.request import FinishReason, TokenLogprobs
@@ -26,14 +27,18 @@ def are_right(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
     Token by token the program is asked what follows the tokens before it, for all tokens of all answers at once: some twentieth
     of the time in which an engine would compute them.
     """
-    return all(_is_whole(answer, shape) for answer in answers) and _are_chosen(answers, shape.weights)
+    return all(_is_whole(answer, shape) for answer in answers) and _are_chosen(answers, shape)
 
 
-def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
+def _are_chosen(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
     """Whether the program chooses each token of the answers, with its log-probability."""
     logits, sampling, token_ids = [], [], []
     for answer in answers:
-        prompt, how, salt = answer.request.token_ids, answer.request.sampling, salt_of(weights, answer.job.adapter)
+        prompt, how, salt = answer.request.token_ids, answer.request.sampling, salt_of(shape.weights, answer.job.adapter)
+        if how.beams is not None:
+            if not _are_best(answer, shape, salt):
+                return False
+            continue
         for index, given in enumerate(answer.token_ids):
             if given:
                 raw = prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, salt)
@@ -58,6 +63,39 @@ def _are_chosen(answers: Sequence[JobAnswer], weights: int) -> bool:
     metadata = np.array(sampling, SAMPLING_METADATA)
     metadata["row"] = np.arange(len(metadata))
     return np.array_equal(Sampler(VOCAB_SIZE).sample(np.concatenate(logits), metadata), token_ids)
+
+
+def _are_best(answer: JobAnswer, shape: EngineShape, salt: int) -> bool:
+    """Whether the answers are the best ones that a beam search finds."""
+    if not any(answer.token_ids):
+        return True
+    best = _search_beams(answer, min(answer.job.max_tokens, shape.max_model_len - len(answer.request.token_ids)), salt)
+    return all(not given or given == expected for given, expected in zip(answer.token_ids, best, strict=False))
+
+
+def _search_beams(answer: JobAnswer, num_most: int, salt: int) -> list[list[int]]:
+    """Returns the best answers of a beam search, best first, as `transformers` finds them."""
+    prompt, width, stops = answer.request.token_ids, answer.job.beams, _stops(answer)
+    num_candidates = max(2, 1 + len(stops)) * width
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    found: list[tuple[float, list[int]]] = []
+    for length in range(1, num_most + 1):
+        logits = np.stack([history_logits([*prompt, *token_ids], VOCAB_SIZE, salt) for _, token_ids in beams])
+        likely = token_logprobs(logits, np.zeros(len(beams), np.int64), np.full(len(beams), num_candidates))
+        ranked = sorted(
+            (-beam[0] - logprob, place, token)
+            for place, (beam, each) in enumerate(zip(beams, likely, strict=True))
+            for token, logprob in each.top
+        )[:num_candidates]
+        longer = [(-loss, [*beams[place][1], token]) for loss, place, token in ranked]
+        ends = [token_ids[-1] in stops or length == num_most for _, token_ids in longer]
+        ended = [each for each, is_end in zip(longer[:width], ends, strict=False) if is_end]
+        found += [(score / length**answer.job.length_penalty, token_ids) for score, token_ids in ended]
+        found = sorted(found, key=lambda each: -each[0])[:width]
+        beams = [each for each, is_end in zip(longer, ends, strict=True) if not is_end][:width]
+        if not beams or (len(found) == width and beams[0][0] / length**answer.job.length_penalty <= found[-1][0]):
+            break
+    return [token_ids for _, token_ids in found]
 
 
 def _list_logprobs(logits: FloatArray, token_ids: Sequence[int], num_top: int) -> list[TokenLogprobs]:

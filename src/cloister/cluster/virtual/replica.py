@@ -92,6 +92,8 @@ class VirtualProcess:
 
     def end(self) -> None:
         """Ends at once, as SIGKILL does."""
+        if not self._is_gone:
+            self.engine.leave_pool()
         self._is_gone = True
         if self.kv_links is not None:
             self.kv_links.close()

@@ -8,6 +8,7 @@ from typing import Final, Literal, TypeVar, get_args
 import msgspec
 
 from cloister.cluster.virtual.drafts import DraftKind
+from cloister.cluster.virtual.engine import PoolKind
 from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.engine.replica_snapshot import ROLES, Role
 
@@ -32,6 +33,10 @@ ADAPTED_SHARE: Final = 0.25
 """Share of the scenarios with adapters."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
+MOST_JOBS: Final = 32
+"""More are seldom of use: they took two fifths of the time for a tenth of the scenarios."""
+SEARCHED_SHARE: Final = 0.15
+"""Share of the scenarios in which beams are searched for some of the answers."""
 TIER_TEXTS: Final = ("Of what is kept for later use, this is part", "What was let go may come back, as the text")
 NUM_ADAPTERS: Final = 2
 """Adapters that there are."""
@@ -78,6 +83,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         min_tokens: nothing ends the answer before.
         prompt_logprobs: log-probabilities of the prompt are asked for.
         adapter: number of its adapter; 0 for none.
+        beams: so many beams are searched for its answers (`BeamSearch`); 0: they are sampled.
+        length_penalty: of that search.
     """
 
     at_s: float
@@ -101,6 +108,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
     min_tokens: int = 0
     prompt_logprobs: bool = False
     adapter: int = 0
+    beams: int = 0
+    length_penalty: float = 1.0
 
 
 class InjectedFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -174,6 +183,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         num_adapters: so many adapters are loaded at the start.
         tiers: slots of each replica's KV tiers in memory and on disk; 0 for none.
         damages_tiers: share of what is torn, late or lost there, or cannot be written.
+        pool: the tier in memory is one that all engines share (`shared`), or in which they also lend each other slots (`peer`).
     """
 
     seed: int
@@ -201,6 +211,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
     num_adapters: int = 0
     tiers: tuple[int, int] = (0, 0)
     damages_tiers: float = 0.0
+    pool: PoolKind = "none"
     jobs: tuple[Job, ...] = ()
     faults: tuple[InjectedFault, ...] = ()
     operations: tuple[OperatorAction, ...] = ()
@@ -209,7 +220,7 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedulers: tuple[str, ...] = ("fcfs",)) -> Scenario:
     """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
     error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
-    drawn = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
+    drawn = first = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
     draw = random.Random(f"scheduler {seed}")
     if draw.random() < SCHEDULER_SHARE:
         drawn = msgspec.structs.replace(drawn, scheduler=draw.choice(schedulers))
@@ -241,7 +252,51 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if draw.random() < ADAPTED_SHARE:
         drawn = _adapt(drawn, draw)
     draw = random.Random(f"tiers {seed}")
-    return _keep_in_tiers(drawn, draw) if draw.random() < TIERED_SHARE else drawn
+    if draw.random() < TIERED_SHARE:
+        drawn = _keep_in_tiers(drawn, draw)
+    draw = random.Random(f"beams {seed}")
+    if draw.random() < SEARCHED_SHARE:
+        drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
+    return _keep_few(drawn, max(MOST_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
+
+
+def _keep_few(scenario: Scenario, most: int, draw: random.Random) -> Scenario:
+    """Returns a scenario with so many of its jobs at most: some of the above double them, one after the other."""
+    if len(scenario.jobs) <= most:
+        return scenario
+    kept = sorted(draw.sample(range(len(scenario.jobs)), most))
+    places = {number: place for place, number in enumerate(kept)}
+    return msgspec.structs.replace(
+        scenario,
+        jobs=tuple(scenario.jobs[number] for number in kept),
+        operations=tuple(
+            msgspec.structs.replace(each, job=places.get(each.job, each.job % most)) for each in scenario.operations
+        ),
+    )
+
+
+def _search_answer(job: Job, draw: random.Random) -> Job:
+    """Returns a job whose answers are the best of a beam search, or the same job. A search allows no biases, penalties or stop
+    strings."""
+    if draw.random() < 0.4:
+        return job
+    width = draw.choice((1, 2, 3))
+    return Job(
+        at_s=job.at_s,
+        prompt=job.prompt,
+        max_tokens=draw.choice((1, 3, 8, 16)),
+        n=min(job.n, width),
+        tenant=job.tenant,
+        num_stop_ids=draw.choice((0, 0, 2, 9)),
+        kills_after=job.kills_after,
+        ignores_eos=job.ignores_eos,
+        priority=job.priority,
+        timeout_s=job.timeout_s,
+        cancel_after_s=job.cancel_after_s,
+        adapter=job.adapter,
+        beams=width,
+        length_penalty=draw.choice((1.0, 0.0, -1.0, 2.0)),
+    )
 
 
 def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -258,11 +313,15 @@ def _keep_in_tiers(scenario: Scenario, draw: random.Random) -> Scenario:
         OperatorAction(at_s=round(draw.random() * 2 * span_s, 4), kind="forget", job=draw.randrange(len(jobs)))
         for _ in range(draw.choice((0, 0, 1)))
     )
+    tiers = draw.choice(((40, 0), (0, 40), (8, 24), (6, 80)))
+    damages, num_blocks = draw.choice((0.0, 0.1, 0.3)), draw.choice((14, 18, 24))
+    pool: PoolKind = draw.choice(("none", "shared", "shared", "peer"))
     return replace(
         scenario,
-        tiers=draw.choice(((40, 0), (0, 40), (8, 24), (6, 80))),
-        damages_tiers=draw.choice((0.0, 0.1, 0.3)),
-        num_blocks=draw.choice((14, 18, 24)),
+        tiers=tiers,
+        damages_tiers=damages,
+        pool=pool if tiers[0] and scenario.num_replicas > 1 else "none",
+        num_blocks=num_blocks,
         jobs=jobs,
         operations=scenario.operations + drops,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,7 +27,7 @@ from cloister.cluster.virtual.checks import (
     most_starts,
     updates_of,
 )
-from cloister.cluster.virtual.engine import VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
+from cloister.cluster.virtual.engine import SLOT_KIB, VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
 from cloister.cluster.virtual.grammars import GRAMMARS
@@ -37,6 +36,7 @@ from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import NUM_ADAPTERS, InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.tier_threads import VirtualPool
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
@@ -47,7 +47,7 @@ from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
-from cloister.types.request import ModelInfo, Request, SamplingParams
+from cloister.types.request import BeamSearch, ModelInfo, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 
 LONGEST_S: Final = 400.0
@@ -74,7 +74,7 @@ class RunOutcome:
 
     Attributes:
         violations: what must not be, each in one line.
-        digest: of all events in order, with their times; equal for equal runs.
+        digest: of all messages and events in order, with their times; equal for equal runs.
         faults: how many were injected, by kind.
         num_requests, num_tokens: requests accepted, and tokens that their clients got.
     """
@@ -169,6 +169,7 @@ def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, 
             frequency_penalty=job.frequency_penalty,
             logit_bias=dict.fromkeys(job.letters.encode(), RAISED),
             grammar=GRAMMARS[job.grammar].write() if job.grammar else None,
+            beams=BeamSearch(width=job.beams, length_penalty=job.length_penalty) if job.beams else None,
         ),
         adapter=digest_of(job.adapter) if job.adapter else None,
         scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
@@ -201,12 +202,16 @@ class _Simulation:
             helper_s=scenario.helper_s,
             tiers=scenario.tiers,
             damages_tiers=scenario.damages_tiers,
+            pool=scenario.pool,
         )
         self.draw = random.Random(scenario.seed)
         self.network = VirtualNetwork(self.draw, scenario.delay_s)
         self.switch = KVSwitch(self.network, self.draw, scenario.damages_kv)
+        self.pool: VirtualPool | None = None
+        if scenario.pool != "none":
+            num_parts = scenario.num_replicas * (1 + len(updates_of(scenario)))  # an update starts one beside each other
+            self.pool = VirtualPool(scenario.tiers[0], SLOT_KIB << 10, num_parts)
         self.served: dict[str, set[int]] = {}  # replicas that have had requests of a tenant
-        self.digest = hashlib.sha256()
         self.answers = [JobAnswer.to(job, make_request(job, f"r{number}")) for number, job in enumerate(scenario.jobs)]
         self.hosts: list[Host] = []  # those of the replicas, and then those that updates bring
         self.hosts_of: list[list[Host]] = []
@@ -239,7 +244,7 @@ class _Simulation:
         """Returns what the run showed."""
         return RunOutcome(
             tuple(violations),
-            self.digest.hexdigest(),
+            self.network.digest.hexdigest(),
             self.faults + self.network.faults,
             sum(answer.refusal is None for answer in self.answers),
             sum(len(ids) for answer in self.answers for ids in answer.token_ids),
@@ -280,7 +285,7 @@ class _Simulation:
         shape = replace(self.shape, weights=weights)
         if self._has_trouble("front", weights, None, update):
             shape = replace(shape, max_model_len=shape.max_model_len // 2)
-        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora)
+        engine = make_engine(shape, self.tokenizer, self.loop.clock, offset_s, self.draw, self.hosts[index].lora, self.pool)
         if self._has_trouble("step", weights, replica, update):
             engine.runner.num_failing = MANY
         engine.runner.kills_after = {
@@ -542,7 +547,17 @@ class _Simulation:
             for replica in front.snapshots()
             if replica.is_slow and replica.index not in slowed
         ]
+        left += self._leftovers_of_adapters(front)
         return [*left, *self._leftovers_of_update(front), *self._leftovers_of_scaling(front), *leftovers_of_front(front)]
+
+    def _leftovers_of_adapters(self, front: ReplicaSet) -> Iterator[str]:
+        """An engine has the adapters that the front offers, and no others."""
+        for index, host in enumerate(self.hosts):
+            process = host.process
+            if process is not None and process.has_front and self.loop.time() >= process.hangs_until_s:
+                names = sorted(adapter.name for adapter in process.engine.core.adapters.loaded)
+                if names != sorted(front.adapters.loaded):
+                    yield f"engine {index} has the adapters {names}, and the front {sorted(front.adapters.loaded)}"
 
     def _leftovers_of_scaling(self, front: ReplicaSet) -> Iterator[str]:
         """Without requests no more replicas run than must, and those that are stopped have no engine."""
@@ -570,7 +585,7 @@ class _Simulation:
             yield f"the update has ended with {progress.num_updated} replicas"
 
     def _observe(self, event: Event) -> None:
-        self.digest.update(msgspec.msgpack.encode(event))
+        self.network.digest.update(msgspec.msgpack.encode(event))
         if not isinstance(event, Stepped):
             self.events.append(event)
         elif self.scenario.copies_prefixes:

@@ -1,7 +1,8 @@
 """Threads of the KV tiers of a virtual engine: blocks lie in a dictionary, and are written and read in virtual time.
 
 Reads come in parts and late; slots are torn; disks become full. As where blocks are sealed, what is not the very block that was
-stored does not open.
+stored does not open. Blocks of a pool, which engines share, lie in one dictionary of all of them; the pool in which they say
+what they have and lend is the real one.
 """
 
 from __future__ import annotations
@@ -10,8 +11,13 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Final, NamedTuple
 
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
+
+from cloister.engine.kv_peer_loans import PEER
+from cloister.engine.kv_pool import PAGE_BYTES, KVPool
+from cloister.engine.kv_pool_member import RECORD_BYTES, RING_WORDS
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_worker import TierArrival
 from cloister.kv import KVFormat
@@ -25,6 +31,43 @@ ENTRY_S: Final = 0.0002
 PART_ENTRIES: Final = 2
 WRITE_S: Final = 0.001
 SLOW: Final = 100.0
+POOLED: Final = ("shared", PEER)
+"""Names of the tiers that lie in a pool."""
+_RESERVED_BYTES: Final = 3 * PAGE_BYTES + 8 * RING_WORDS
+
+
+class _Stored(NamedTuple):
+    """What lies in a slot.
+
+    Attributes:
+        secret: of the chain, and of the engine that wrote it.
+        number: of the block; -1 if it is torn.
+    """
+
+    secret: bytes
+    number: int
+    content: bytes
+
+
+_Slots = dict[int, _Stored]
+"""What lies in the slots of a file, by where each begins."""
+
+
+class VirtualPool:
+    """Memory that the engines of a cluster share.
+
+    Args:
+        num_slots: of each engine.
+        num_parts: engines that may run at once.
+
+    Attributes:
+        memory: what engines tell each other; no block is written there.
+        slots: what lies in its slots.
+    """
+
+    def __init__(self, num_slots: int, slot_bytes: int, num_parts: int) -> None:
+        self.memory = KVPool(_RESERVED_BYTES + num_slots * (slot_bytes + RECORD_BYTES), num_parts)
+        self.slots: _Slots = {}
 
 
 @dataclass(slots=True, eq=False)
@@ -53,20 +96,29 @@ class VirtualTierThreads:
 
     Args:
         files: of its tiers; nothing is written there.
+        find_cipher: returns what opens a block of another engine, which that one has announced; None if it has not.
         wake: wakes the engine.
         draw: decides what goes wrong.
         damages: share of the blocks that are torn, of the reads that are late or never end, and of the writes that fail.
+        pool: that it shares with other engines; None: it has none.
     """
 
     def __init__(
-        self, files: Sequence[TierFile], form: KVFormat, wake: Callable[[], None], draw: random.Random, damages: float
+        self,
+        files: Sequence[TierFile],
+        form: KVFormat,
+        find_cipher: Callable[[TierBlock], AESGCM | None],
+        wake: Callable[[], None],
+        draw: random.Random,
+        damages: float,
+        pool: VirtualPool | None = None,
     ) -> None:
         self.files = files
         self._form, self._wake, self._draw, self._damages = form, wake, draw, damages
+        self._find_cipher = find_cipher
         self._loop = asyncio.get_running_loop()
-        self._contents: dict[tuple[int, int, int], tuple[int, bytes]] = {}
-        self._key_of: dict[bytes, int] = {}
-        self._num_keys = 0
+        self._slots: list[_Slots] = [pool.slots if pool is not None and file.name in POOLED else {} for file in files]
+        self._secrets: dict[bytes, bytes] = {}
         self._reads: dict[str, _Job] = {}
         self._given_up: set[_Job] = set()
         self._written: list[list[tuple[TierBlock, bool]]] = [[] for _ in files]
@@ -93,19 +145,19 @@ class VirtualTierThreads:
         """Has nothing to place."""
 
     def write(self, block: TierBlock, content: bytes) -> None:
-        if block.root not in self._key_of:
-            self._num_keys += 1
-            self._key_of[block.root] = self._num_keys
-        key = self._key_of[block.root]
-        self._enqueue(block.tier, lambda: self._store(block, key, content))
+        if block.root not in self._secrets:
+            self._secrets[block.root] = self._draw.randbytes(32)
+        secret = self._secrets[block.root]
+        self._enqueue(block.tier, lambda: self._store(block, secret, content))
 
     def move(self, block: TierBlock, moved: TierBlock) -> None:
-        def copy() -> None:
-            number, content = self._contents.get((block.tier, block.group, block.slot), (-1, b""))
-            self._contents[moved.tier, moved.group, moved.slot] = number, content
-            self._written[moved.tier].append((moved, number == block.number))
+        """Reads a block after what was to be written before to its tier, and then writes it to the other one."""
 
-        self._enqueue(moved.tier, copy)
+        def fetch() -> None:
+            secret, content = self._secrets.get(moved.root), self._find(block)
+            self._enqueue(moved.tier, lambda: self._store(moved, secret, content))
+
+        self._enqueue(block.tier, fetch)
 
     def read(self, read: TierRead) -> None:
         now_s = self._loop.time()
@@ -125,10 +177,10 @@ class VirtualTierThreads:
         return (slowest, job.read.tier_bytes[slowest], job.read.timeout_s + late_s) if late_s > 0 else None
 
     def find_secret(self, root: bytes) -> bytes | None:
-        return None
+        return self._secrets.get(root)
 
     def forget(self, root: bytes) -> None:
-        self._key_of.pop(root, None)
+        self._secrets.pop(root, None)
 
     def is_stuck(self, tier: int) -> bool:
         return any(job.read.slowest == tier for job in self._given_up)
@@ -153,7 +205,7 @@ class VirtualTierThreads:
 
     def close(self) -> None:
         """Forgets all keys and reads."""
-        self._key_of.clear()
+        self._secrets.clear()
         self._reads.clear()
 
     def _fails(self) -> bool:
@@ -169,14 +221,17 @@ class VirtualTierThreads:
         self._free_s[tier] = max(self._free_s[tier], self._loop.time()) + WRITE_S * (tier + 1)
         self._loop.call_at(self._free_s[tier], work)
 
-    def _store(self, block: TierBlock, key: int, content: bytes) -> None:
-        is_written = self._key_of.get(block.root) == key
-        if is_written and self._fails():
-            self.files[block.tier].is_full = self._draw.random() < 0.2
-            is_written = False
-        if is_written:
+    def _store(self, block: TierBlock, secret: bytes | None, content: bytes | None) -> None:
+        """Writes a block, unless its chain was forgotten meanwhile, or what is to be moved does not open any more."""
+        file, is_written = self.files[block.tier], False
+        if secret is None or content is None or self._secrets.get(block.root) != secret or file.is_full:
+            pass
+        elif self._fails():
+            file.is_full = self._draw.random() < 0.2
+        else:
             number = -1 if self._fails() else block.number  # torn: it does not open any more
-            self._contents[block.tier, block.group, block.slot] = number, content
+            self._slots[block.tier][file.place(block)] = _Stored(secret, number, content)
+            is_written = True
         self._written[block.tier].append((block, is_written))
 
     def _plan(self, job: _Job) -> None:
@@ -195,8 +250,8 @@ class VirtualTierThreads:
             for entry in part:
                 contents: list[bytes] = []
                 for block in entry.blocks:
-                    number, content = (0, b"") if block is None else self._find(block)
-                    if block is not None and number != block.number:
+                    content = b"" if block is None else self._find(block)
+                    if content is None:
                         job.unreadable, job.is_complete = block, False
                         break
                     contents.append(content)
@@ -213,10 +268,13 @@ class VirtualTierThreads:
                 self._plan(job)
         self._wake()
 
-    def _find(self, block: TierBlock) -> tuple[int, bytes]:
-        if block.root not in self._key_of:
-            return -1, b""
-        return self._contents.get((block.tier, block.group, block.slot), (-1, b""))
+    def _find(self, block: TierBlock) -> bytes | None:
+        """Returns a block; None if it does not open."""
+        found = self._slots[block.tier].get(self.files[block.tier].place(block))
+        if found is None or found.number != block.number:
+            return None
+        opens = found.secret == self._secrets.get(block.root) if block.home is None else self._find_cipher(block) is not None
+        return found.content if opens else None
 
     def _measure(self, job: _Job, blocks: Sequence[TierBlock], now_s: float) -> None:
         tier = max((block.tier for block in blocks), default=0)
