@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import statistics
 import sys
 import time
@@ -319,6 +320,24 @@ def engine_cpus_s(cluster: ReplicaSet) -> list[float]:
 def _cpu_s(pid: int) -> float:
     """Returns the processor time of a process, that of threads that have ended included (Linux)."""
     return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) composes the clock
+
+
+class OtherPrograms:
+    """Measures how much of this machine's cores programs other than this one and its engines take, from now on (Linux)."""
+
+    def __init__(self, cluster: ReplicaSet) -> None:
+        self._cluster = cluster
+        self._begun = self._read()
+
+    def share(self) -> float:
+        """Returns their share of all cores."""
+        now_s, busy_s, own_s = (now - begun for now, begun in zip(self._read(), self._begun, strict=True))
+        return max(0.0, busy_s - own_s) / (now_s * (os.cpu_count() or 1))
+
+    def _read(self) -> tuple[float, float, float]:
+        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+        busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.monotonic(), busy_s, time.process_time() + engine_cpu_s(self._cluster)
 
 
 async def measure_lateness() -> float:

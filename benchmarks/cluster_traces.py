@@ -2,12 +2,13 @@
 
     python -m benchmarks.cluster_traces [--models cloister-5m,smollm2:int8] [--seconds 3.5]
     python -m benchmarks.cluster_traces --keep measured.jsonl --sitting-s 45    # again and again, until all runs are measured
+    python -m benchmarks.cluster_traces --keep measured.jsonl                   # predicts them, and compares
 
 The times of steps, messages and transfers of KV are measured first, with loads that are no traces (`cluster_costs`). Real
 processes then run the traces, and the virtual cluster runs the code of production with the measured times: prompts of the
 Mooncake trace share the beginnings that they share there. One workload is made up: one system prompt in front of every prompt.
-Lengths and rates are scaled to this machine. Figures are medians of several runs. How much of the cores other programs took
-meanwhile is measured too.
+Lengths and rates are scaled to this machine. How much of the cores other programs took is measured too, and a run with more
+than a tenth is measured again.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from matplotlib.patches import Patch
 
-from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, calibrate, engine_cpu_s, local_cluster
+from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, OtherPrograms, calibrate, local_cluster
 from benchmarks.harness import AZURE, MOONCAKE, ROOT, Bench, console, make_parser, make_progress
 from cloister.bench.drive import drive_client, make_requests
 from cloister.bench.plots import BLUE, ORANGE, draw
@@ -47,6 +48,10 @@ from cloister.text import Tokenizer
 
 SYSTEM_TOKENS: Final = 256
 SYSTEM_PROMPT: Final = "one system prompt"
+QUIET: Final = 0.1
+"""Share of the cores that other programs may take: a run with more is measured again."""
+SIT_AGAIN: Final = 3
+"""Exit status of a sitting that leaves runs to measure."""
 WORKLOADS: Final = ("Mooncake", "Azure", SYSTEM_PROMPT)
 MIN_REQUESTS: Final = 10
 FIGURES: Final[dict[str, Callable[[Summary], float]]] = {
@@ -99,17 +104,15 @@ class Case(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Predictions and what they are compared with."""
+    """A prediction and what it is compared with."""
 
     case: Case
-    predicted: Sequence[Run]
+    predicted: Run
     measured: Sequence[Run]
 
     def figures(self, figure: Callable[[Summary], float]) -> tuple[float, float]:
-        """Returns medians: what was measured, and what was predicted."""
-        both = (statistics.median(figure(run.summary) for run in runs) for runs in (self.measured, self.predicted))
-        measured, predicted = both
-        return measured, predicted
+        """Returns what was measured, as the median of its runs, and what was predicted."""
+        return statistics.median(figure(run.summary) for run in self.measured), figure(self.predicted.summary)
 
 
 class Kept(msgspec.Struct, omit_defaults=True):
@@ -151,29 +154,20 @@ class Record:
             with self.path.open("ab") as file:
                 file.write(msgspec.json.encode(kept) + b"\n")
 
+    def num_quiet(self, case: Case) -> int:
+        """Returns how many runs of a case were measured while other programs took little of the cores."""
+        return sum(run.others <= QUIET for run in self.runs.get(case, ()))
+
+    def choose(self, case: Case) -> list[Run]:
+        """Returns the runs of a case that were quiet; if none was, the one with the least of other programs."""
+        runs = self.runs[case]
+        return [run for run in runs if run.others <= QUIET] or [min(runs, key=lambda run: run.others)]
+
     def _take(self, kept: Kept) -> None:
         if kept.costs is not None:
             self.costs[kept.model] = kept.costs
         if kept.case is not None and kept.run is not None:
             self.runs.setdefault(kept.case, []).append(kept.run)
-
-
-class OtherPrograms:
-    """Measures how much of this machine's cores programs other than this one and its engines take, from now on (Linux)."""
-
-    def __init__(self, cluster: ReplicaSet) -> None:
-        self._cluster = cluster
-        self._begun = self._read()
-
-    def share(self) -> float:
-        """Returns their share of all cores."""
-        now_s, busy_s, own_s = (now - begun for now, begun in zip(self._read(), self._begun, strict=True))
-        return max(0.0, busy_s - own_s) / (now_s * (os.cpu_count() or 1))
-
-    def _read(self) -> tuple[float, float, float]:
-        user, nice, system, _, _, irq, softirq, steal = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
-        busy_s = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.monotonic(), busy_s, time.process_time() + engine_cpu_s(self._cluster)
 
 
 async def measure(cluster: ReplicaSet, items: Sequence[WorkItem], goal: LatencyObjective, late_s: float = 0.0) -> Run:
@@ -254,29 +248,27 @@ def list_cases(options: argparse.Namespace, model: str) -> list[Case]:
 
 
 def measure_all(options: argparse.Namespace, record: Record) -> bool:
-    """Measures costs and runs that have not been measured; returns whether none is left, and time was enough."""
-    end_s = time.monotonic() + options.sitting_s
+    """Measures costs, and runs that have not been measured while other programs were quiet; returns whether none is left."""
+    end_s = float("inf") if options.sitting_s is None else time.monotonic() + options.sitting_s
     for model in options.models.split(","):
         if model not in record.costs:
             with console.status(f"{model}: measuring steps, messages and transfers"):
                 record.add(model, costs=asyncio.run(calibrate(options, model)))
         workloads = make_workloads(options, model, record.costs[model])
-        left = [
-            case
-            for number in range(options.repeats)
-            for case in list_cases(options, model)
-            if len(record.runs.get(case, ())) <= number
-        ]
+        cases = list_cases(options, model) * options.repeats
         with make_progress() as progress:
-            bar = progress.add_task(model, total=len(left))
-            for case in left:
+            bar = progress.add_task(model, total=len(cases))
+            for case in cases:
+                progress.update(bar, description=", ".join(case), advance=1)
+                if record.num_quiet(case) >= options.repeats:
+                    continue
                 if time.monotonic() > end_s:
                     return False
-                progress.update(bar, description=", ".join(case), advance=1)
                 cluster = local_cluster(options, model, case.router, case.layout)
                 run = asyncio.run(measure_on(cluster, workloads[case.workload], SCALES[model].objective))
                 record.add(model, case=case, run=run)
-    return True
+    models = options.models.split(",")
+    return all(record.num_quiet(case) >= options.repeats for model in models for case in list_cases(options, model))
 
 
 def predict_all(options: argparse.Namespace, record: Record, bench: Bench) -> list[Pair]:
@@ -292,11 +284,8 @@ def predict_all(options: argparse.Namespace, record: Record, bench: Bench) -> li
             for case in progress.track(list_cases(options, model), description=f"{model}, predicted"):
                 shape = costs.shape(case.router, case.layout, options.cores)
                 args = (workloads[case.workload], SCALES[model].objective, costs.late_s)
-                predicted = [
-                    run_virtually(measure_on(running_cluster(shape, tokenizer, options.seed + number), *args))
-                    for number in range(options.repeats)
-                ]
-                pairs.append(Pair(case, predicted, record.runs[case][: options.repeats]))
+                predicted = run_virtually(measure_on(running_cluster(shape, tokenizer, options.seed), *args))
+                pairs.append(Pair(case, predicted, record.choose(case)))
     return pairs
 
 
@@ -347,8 +336,8 @@ def show(bench: Bench, pairs: Sequence[Pair]) -> None:
         rows = []
         for pair in (pair for pair in pairs if pair.case[:2] == (model, workload)):
             cells = ["{:.2f} ({:.2f})".format(*pair.figures(figure)) for figure in (FIGURES | SHARES).values()]
-            busiest = (statistics.median(run.busiest for run in runs) for runs in (pair.measured, pair.predicted))
-            cells.append("{:.2f} ({:.2f})".format(*busiest) if pair.case.layout == MIXED else "-")
+            busiest = statistics.median(run.busiest for run in pair.measured)
+            cells.append(f"{busiest:.2f} ({pair.predicted.busiest:.2f})" if pair.case.layout == MIXED else "-")
             others = statistics.median(run.others for run in pair.measured)
             rows.append((pair.case.router, pair.case.layout, *cells, f"{others:.0%}"))
         title = f"{model}, {workload} ({SCALES[model].objective.words}); measured (predicted)"
@@ -376,7 +365,7 @@ def show_errors(bench: Bench, title: str, pairs: Sequence[Pair]) -> None:
 
 
 def judge(bench: Bench, pairs: Sequence[Pair], errors: dict[str, list[float]]) -> None:
-    runs = [run for pair in pairs for run in (*pair.measured, *pair.predicted)]
+    runs = [run for pair in pairs for run in (*pair.measured, pair.predicted)]
     bench.check("requests without an answer", sum(run.summary.num_requests - run.summary.num_ok for run in runs), high=0)
     for name, values in errors.items():
         bench.check(f"median error of {name}", statistics.median(map(abs, values)), high=0.25)
@@ -447,9 +436,11 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.7, help="share of both replicas' time that requests take")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that engines, front and client share, as predicted")
     parser.add_argument("--kv-memory-mb", type=float, default=512.0, help="of each replica")
-    parser.add_argument("--repeats", type=int, default=3, help="runs of each case, measured and predicted")
+    parser.add_argument("--repeats", type=int, default=1, help="quiet runs of each case that are measured")
     parser.add_argument("--keep", type=Path, help="file of JSON lines with what was measured, which is not measured again")
-    parser.add_argument("--sitting-s", type=float, default=float("inf"), help="begin no run after so many seconds")
+    parser.add_argument(
+        "--sitting-s", type=float, help="only measure, and begin no run after so many seconds; exits with 3 if any is left"
+    )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="folder for the plots")
     options = parser.parse_args()
     if unknown := set(options.models.split(",")) - SCALES.keys():
@@ -462,9 +453,12 @@ def main() -> int:
     )
     depends = [options.seed, options.load, options.seconds, options.kv_memory_mb, [SYSTEM_TOKENS, MIN_REQUESTS, MAX_LEN]]
     record = Record(options.keep, hashlib.sha256(msgspec.json.encode(depends)).hexdigest()[:16])
-    if not measure_all(options, record):
-        console.print("there was no time for all runs: the same command measures the rest")
-        return 3
+    is_complete = measure_all(options, record)
+    if options.sitting_s is not None:
+        console.print(
+            "all runs are measured" if is_complete else "there was no time for all runs: sit again to measure the rest"
+        )
+        return 0 if is_complete else SIT_AGAIN
     pairs = predict_all(options, record, bench)
     bench.figures["runs"] = [describe(pair) for pair in pairs]
     show(bench, pairs)
@@ -480,14 +474,12 @@ def main() -> int:
 def describe(pair: Pair) -> dict[str, Any]:
     """Returns all runs of a case as JSON values."""
 
-    def list_runs(runs: Sequence[Run]) -> list[dict[str, float]]:
-        return [
-            {name: round(figure(run.summary), 4) for name, figure in (FIGURES | SHARES).items()}
-            | {"busiest, share": round(run.busiest, 3), "other programs, share": round(run.others, 3)}
-            for run in runs
-        ]
+    def list_figures(run: Run) -> dict[str, float]:
+        figures = {name: round(figure(run.summary), 4) for name, figure in (FIGURES | SHARES).items()}
+        return figures | {"busiest, share": round(run.busiest, 3)}
 
-    return {**pair.case._asdict(), "measured": list_runs(pair.measured), "predicted": list_runs(pair.predicted)}
+    measured = [list_figures(run) | {"other programs, share": round(run.others, 3)} for run in pair.measured]
+    return {**pair.case._asdict(), "measured": measured, "predicted": list_figures(pair.predicted)}
 
 
 if __name__ == "__main__":
