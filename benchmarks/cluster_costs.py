@@ -112,11 +112,6 @@ class StepTimes:
         token_s = interpolate(self.curve, BATCH) / BATCH + self.sample_s + self.read_s * (num_in + num_out / 2)
         return self.arrival_s + interpolate(self.curve, num_in) + self.key_s * num_in**2 / 2 + num_out * token_s
 
-    def times(self, factor: float) -> StepTimes:
-        """Returns the times of steps that take so many times as long."""
-        curve = tuple((num_tokens, factor * each_s) for num_tokens, each_s in self.curve)
-        return StepTimes(curve, *(factor * each_s for each_s in (self.sample_s, self.key_s, self.read_s, self.arrival_s)))
-
 
 def _climb(points: Sequence[int], num_tokens: int) -> list[float]:
     """Returns how much of the way from each point to the next is below so many tokens: the multiples of a curve that rises."""
@@ -155,15 +150,15 @@ class Costs:
         Args:
             num_cores: that all share; None: each has its own.
         """
-        steps = self.steps if num_cores is None else self.steps.times(self.company)  # who shares cores shares caches
         engine = EngineShape(
             num_blocks=self.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_waiting=1024, max_model_len=2 * MAX_LEN,
             max_batched_tokens=1024, stall_floor_s=0.045, step_s=0.0, token_s=0.0, load_s=self.load_s, export_s=self.export_s,
-            **asdict(steps),
+            **asdict(self.steps),
         )  # fmt: skip
         return ClusterShape(
             engine, router, LAYOUTS[layout], self.delay_s, moves_kv=layout != MIXED,
-            part_entries=max(1, int(MAX_STEP_BYTES / self.entry_bytes)), num_cores=num_cores, front=self.front,
+            part_entries=max(1, int(MAX_STEP_BYTES / self.entry_bytes)), num_cores=num_cores, company=max(1.0, self.company),
+            front=self.front,
         )  # fmt: skip
 
 

@@ -185,6 +185,22 @@ def test_cores_are_shared_by_niceness_and_what_one_leaves_is_for_others() -> Non
     assert run_virtually(drive(1)) == pytest.approx([first_s, 3.0, 3.0])
 
 
+def test_nice_threads_are_slower_in_company_and_only_there() -> None:
+    async def drive(others: Sequence[int]) -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        processors = Processors(2, loop.clock, company=1.25)
+        tasks = [asyncio.create_task(processors.run(1.0, niceness)) for niceness in others]
+        await processors.run(1.0, 5)
+        end_s = loop.time()
+        await asyncio.gather(*tasks)
+        return end_s
+
+    assert run_virtually(drive([])) == pytest.approx(1.0)
+    assert run_virtually(drive([5])) == pytest.approx(1.25)
+    assert run_virtually(drive([0])) == pytest.approx(1.2)  # in company for a second, until the other one has ended
+
+
 NUM_ENTRIES = 500 // 16
 
 
