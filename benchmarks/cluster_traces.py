@@ -1,33 +1,39 @@
 """Traces of real services on two replicas: every router, mixed and disaggregated, predicted in virtual time and measured.
 
     python -m benchmarks.cluster_traces [--models cloister-5m,smollm2:int8] [--seconds 3.5]
+    python -m benchmarks.cluster_traces --keep measured.jsonl --sitting-s 45    # again and again, until all runs are measured
+    python -m benchmarks.cluster_traces --keep measured.jsonl                   # predicts them, and compares
 
-The times of steps, messages and transfers of KV are measured first. The virtual cluster then runs the code of production with
-them, and real processes run the same requests: prompts of the Mooncake trace share the beginnings that they share there. One
-workload is made up: one system prompt in front of every prompt. Lengths and rates are scaled to this machine.
+The times of steps, messages and transfers of KV are measured first, with loads that are no traces (`cluster_costs`). Real
+processes then run the traces, and the virtual cluster runs the code of production with the measured times: prompts of the
+Mooncake trace share the beginnings that they share there. One workload is made up: one system prompt in front of every prompt.
+Lengths and rates are scaled to this machine. How much of the cores other programs took is measured too, and a run with more
+than a tenth is measured again.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import hashlib
 import os
 import random
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from functools import partial
 from itertools import product
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
+import msgspec
 from matplotlib.patches import Patch
 
-from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, calibrate, local_cluster
+from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, OtherPrograms, calibrate, local_cluster
 from benchmarks.harness import AZURE, MOONCAKE, ROOT, Bench, console, make_parser, make_progress
 from cloister.bench.drive import drive_client, make_requests
 from cloister.bench.plots import BLUE, ORANGE, draw
@@ -42,6 +48,11 @@ from cloister.text import Tokenizer
 
 SYSTEM_TOKENS: Final = 256
 SYSTEM_PROMPT: Final = "one system prompt"
+QUIET: Final = 0.1
+"""Share of the cores that other programs may take: a run with more is measured again."""
+SIT_AGAIN: Final = 3
+"""Exit status of a sitting that leaves runs to measure."""
+WORKLOADS: Final = ("Mooncake", "Azure", SYSTEM_PROMPT)
 MIN_REQUESTS: Final = 10
 FIGURES: Final[dict[str, Callable[[Summary], float]]] = {
     "TTFT P50, ms": lambda run: _spread(run, "ttft", "p50"), "TTFT P99, ms": lambda run: _spread(run, "ttft", "p99"),
@@ -74,26 +85,97 @@ class Run:
 
     Attributes:
         busiest: share of the requests that the replica with most of them got.
+        others: share of the cores that other programs took.
     """
 
     summary: Summary
     busiest: float
+    others: float = 0.0
+
+
+class Case(NamedTuple):
+    """A workload on a cluster."""
+
+    model: str
+    workload: str
+    router: str
+    layout: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
     """A prediction and what it is compared with."""
 
-    model: str
-    workload: str
-    router: str
-    layout: str
+    case: Case
     predicted: Run
-    measured: Run
+    measured: Sequence[Run]
+
+    def figures(self, figure: Callable[[Summary], float]) -> tuple[float, float]:
+        """Returns what was measured, as the median of its runs, and what was predicted."""
+        return statistics.median(figure(run.summary) for run in self.measured), figure(self.predicted.summary)
 
 
-async def measure(cluster: ReplicaSet, items: Sequence[WorkItem], goal: LatencyObjective, on_end: Callable[[], None]) -> Run:
-    """Runs a workload, after two requests of other text; the same for every cluster."""
+class Kept(msgspec.Struct, omit_defaults=True):
+    """A line of the file of what was measured (`--keep`): costs of a model, or a run."""
+
+    options: str
+    model: str
+    costs: Costs | None = None
+    case: Case | None = None
+    run: Run | None = None
+
+
+@dataclass
+class Record:
+    """What was measured, in this sitting and before.
+
+    Args:
+        path: where it is kept; None: nowhere.
+        options: a digest of what it depends on; what was measured with others is left out.
+    """
+
+    path: Path | None
+    options: str
+    costs: dict[str, Costs] = field(default_factory=dict)
+    runs: dict[Case, list[Run]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.path.exists():
+            for line in self.path.read_bytes().splitlines():
+                kept = msgspec.json.decode(line, type=Kept)
+                if kept.options == self.options:
+                    self._take(kept)
+
+    def add(self, model: str, costs: Costs | None = None, case: Case | None = None, run: Run | None = None) -> None:
+        """Adds costs, or a run of a case."""
+        kept = Kept(self.options, model, costs, case, run)
+        self._take(kept)
+        if self.path is not None:
+            with self.path.open("ab") as file:
+                file.write(msgspec.json.encode(kept) + b"\n")
+
+    def num_quiet(self, case: Case) -> int:
+        """Returns how many runs of a case were measured while other programs took little of the cores."""
+        return sum(run.others <= QUIET for run in self.runs.get(case, ()))
+
+    def choose(self, case: Case) -> list[Run]:
+        """Returns the runs of a case that were quiet; if none was, the one with the least of other programs."""
+        runs = self.runs[case]
+        return [run for run in runs if run.others <= QUIET] or [min(runs, key=lambda run: run.others)]
+
+    def _take(self, kept: Kept) -> None:
+        if kept.costs is not None:
+            self.costs[kept.model] = kept.costs
+        if kept.case is not None and kept.run is not None:
+            self.runs.setdefault(kept.case, []).append(kept.run)
+
+
+async def measure(cluster: ReplicaSet, items: Sequence[WorkItem], goal: LatencyObjective, late_s: float = 0.0) -> Run:
+    """Runs a workload, after two requests of other text; the same for every cluster.
+
+    Args:
+        late_s: as of `drive_client`.
+    """
     longest = sorted(items, key=lambda item: -item.num_input_tokens)[:2]
     warm_up = [
         WorkItem(0.0, make_tokens((9, number), item.num_input_tokens, VOCAB), item.num_input_tokens, 4)
@@ -101,9 +183,11 @@ async def measure(cluster: ReplicaSet, items: Sequence[WorkItem], goal: LatencyO
     ]
     await drive_client(cluster, make_requests(warm_up, "warm-up"))
     before = [replica.num_routed for replica in cluster.snapshots()]
-    records = await drive_client(cluster, make_requests(items), on_end=on_end)
+    others = OtherPrograms(cluster)
+    records = await drive_client(cluster, make_requests(items), late_s=late_s)
+    share = others.share()
     routed = [replica.num_routed - old for replica, old in zip(cluster.snapshots(), before, strict=True)]
-    return Run(summarise("", records, goal), max(routed) / sum(routed))
+    return Run(summarise("", records, goal), max(routed) / sum(routed), share)
 
 
 # Workloads
@@ -134,7 +218,7 @@ def make_workloads(options: argparse.Namespace, model: str, costs: Costs) -> dic
         return build_workload(trace, recipe).items
 
     def choose(trace: Trace, factor: Fraction, pick: Callable[[int], Sequence[TraceRow]]) -> tuple[WorkItem, ...]:
-        work_s = statistics.mean(costs.work_s(item) for item in build(replace(trace, rows=trace.rows[:400]), factor))
+        work_s = statistics.mean(costs.steps.work_s(item) for item in build(replace(trace, rows=trace.rows[:400]), factor))
         rate = options.load * 2 / work_s
         return build(replace(trace, rows=tuple(pick(max(MIN_REQUESTS, round(rate * options.seconds))))), factor, rate)
 
@@ -154,31 +238,54 @@ def make_workloads(options: argparse.Namespace, model: str, costs: Costs) -> dic
 # Runs
 
 
-def run_all(options: argparse.Namespace, bench: Bench) -> list[Pair]:
-    """Measures costs, then predicts and measures every run."""
+def list_cases(options: argparse.Namespace, model: str) -> list[Case]:
+    """Returns the runs of a model."""
+    return [
+        Case(model, workload, router, layout)
+        for workload, router, layout in product(WORKLOADS, options.routers.split(","), LAYOUTS)
+        if workload != SYSTEM_PROMPT or layout == MIXED  # it asks which of mixed replicas gets the requests
+    ]
+
+
+def measure_all(options: argparse.Namespace, record: Record) -> bool:
+    """Measures costs, and runs that have not been measured while other programs were quiet; returns whether none is left."""
+    end_s = float("inf") if options.sitting_s is None else time.monotonic() + options.sitting_s
+    for model in options.models.split(","):
+        if model not in record.costs:
+            with console.status(f"{model}: measuring steps, messages and transfers"):
+                record.add(model, costs=asyncio.run(calibrate(options, model)))
+        workloads = make_workloads(options, model, record.costs[model])
+        cases = list_cases(options, model) * options.repeats
+        with make_progress() as progress:
+            bar = progress.add_task(model, total=len(cases))
+            for case in cases:
+                progress.update(bar, description=", ".join(case), advance=1)
+                if record.num_quiet(case) >= options.repeats:
+                    continue
+                if time.monotonic() > end_s:
+                    return False
+                cluster = local_cluster(options, model, case.router, case.layout)
+                run = asyncio.run(measure_on(cluster, workloads[case.workload], SCALES[model].objective))
+                record.add(model, case=case, run=run)
+    models = options.models.split(",")
+    return all(record.num_quiet(case) >= options.repeats for model in models for case in list_cases(options, model))
+
+
+def predict_all(options: argparse.Namespace, record: Record, bench: Bench) -> list[Pair]:
+    """Predicts every run from the measured costs."""
     pairs = []
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer(write_byte_tokenizer(Path(folder)))
     for model in options.models.split(","):
-        with console.status(f"{model}: measuring steps, messages and transfers"):
-            costs = asyncio.run(calibrate(options, model))
+        costs = record.costs[model]
         workloads = make_workloads(options, model, costs)
         show_costs(bench, model, costs, workloads)
-        cases = [
-            (name, router, layout)
-            for name, router, layout in product(workloads, options.routers.split(","), LAYOUTS)
-            if name != SYSTEM_PROMPT or layout == MIXED  # it asks which of mixed replicas gets the requests
-        ]
         with make_progress() as progress:
-            bar = progress.add_task(model, total=2 * sum(len(workloads[name]) for name, *_ in cases))
-            for name, router, layout in cases:
-                progress.update(bar, description=f"{model}, {name}, {router}, {layout}")
-                args = (workloads[name], SCALES[model].objective, partial(progress.advance, bar))
-                predicted = run_virtually(
-                    measure_on(running_cluster(costs.shape(router, layout, options.cores), tokenizer, options.seed), *args)
-                )
-                measured = asyncio.run(measure_on(local_cluster(options, model, router, layout), *args))
-                pairs.append(Pair(model, name, router, layout, predicted, measured))
+            for case in progress.track(list_cases(options, model), description=f"{model}, predicted"):
+                shape = costs.shape(case.router, case.layout, options.cores)
+                args = (workloads[case.workload], SCALES[model].objective, costs.late_s)
+                predicted = run_virtually(measure_on(running_cluster(shape, tokenizer, options.seed), *args))
+                pairs.append(Pair(case, predicted, record.choose(case)))
     return pairs
 
 
@@ -194,13 +301,18 @@ async def measure_on(cluster: AbstractAsyncContextManager[ReplicaSet], *args: An
 def show_costs(bench: Bench, model: str, costs: Costs, workloads: dict[str, tuple[WorkItem, ...]]) -> None:
     steps = costs.steps
     bench.print_rows(
+        f"{model}: measured first, a step of so many tokens, ms",
+        ("tokens", *(str(num_tokens) for num_tokens, _ in steps.curve)),
+        [("ms", *(each_s * 1e3 for _, each_s in steps.curve))],
+    )
+    bench.print_rows(
         f"{model}: measured first",
-        ("step, ms", "token, µs", "sample, µs", "key, ns", "key read, ns", "message, ms", "KV of a block, ms", "blocks",
-         "front, µs a request", "a message", "a token"),
+        ("sample, µs", "request, µs", "key, ns", "key read, ns", "steps in company", "message, ms", "timer late, ms",
+         "KV that comes, µs a block", "goes", "blocks", "front, µs a request", "a message", "a token"),
         [
             (
-                steps.step_s * 1e3, steps.token_s * 1e6, steps.sample_s * 1e6, steps.key_s * 1e9, steps.read_s * 1e9,
-                costs.delay_s * 1e3, costs.entry_s * 1e3, costs.num_blocks,
+                steps.sample_s * 1e6, steps.arrival_s * 1e6, steps.key_s * 1e9, steps.read_s * 1e9, costs.company,
+                costs.delay_s * 1e3, costs.late_s * 1e3, costs.load_s * 1e6, costs.export_s * 1e6, costs.num_blocks,
                 costs.front.request_s * 1e6, costs.front.message_s * 1e6, costs.front.token_s * 1e6,
             )
         ],
@@ -220,72 +332,90 @@ def show_costs(bench: Bench, model: str, costs: Costs, workloads: dict[str, tupl
 
 def show(bench: Bench, pairs: Sequence[Pair]) -> None:
     """Prints each run, measured and in brackets predicted; then how far both are apart."""
-    for model, workload in dict.fromkeys((pair.model, pair.workload) for pair in pairs):
+    for model, workload in dict.fromkeys(pair.case[:2] for pair in pairs):
         rows = []
-        for pair in (pair for pair in pairs if (pair.model, pair.workload) == (model, workload)):
-            both = pair.measured.summary, pair.predicted.summary
-            cells = [f"{figure(both[0]):.1f} ({figure(both[1]):.1f})" for figure in FIGURES.values()]
-            cells += [f"{figure(both[0]):.2f} ({figure(both[1]):.2f})" for figure in SHARES.values()]
-            busiest = f"{pair.measured.busiest:.2f} ({pair.predicted.busiest:.2f})" if pair.layout == MIXED else "-"
-            rows.append((pair.router, pair.layout, *cells, busiest))
+        for pair in (pair for pair in pairs if pair.case[:2] == (model, workload)):
+            cells = ["{:.2f} ({:.2f})".format(*pair.figures(figure)) for figure in (FIGURES | SHARES).values()]
+            busiest = statistics.median(run.busiest for run in pair.measured)
+            cells.append(f"{busiest:.2f} ({pair.predicted.busiest:.2f})" if pair.case.layout == MIXED else "-")
+            others = statistics.median(run.others for run in pair.measured)
+            rows.append((pair.case.router, pair.case.layout, *cells, f"{others:.0%}"))
         title = f"{model}, {workload} ({SCALES[model].objective.words}); measured (predicted)"
-        bench.print_rows(title, ("router", "layout", *FIGURES, *SHARES, "busiest, share"), rows)
+        bench.print_rows(title, ("router", "layout", *FIGURES, *SHARES, "busiest, share", "other programs"), rows)
+    for model, layout in dict.fromkeys((pair.case.model, pair.case.layout) for pair in pairs):
+        chosen = [pair for pair in pairs if (pair.case.model, pair.case.layout) == (model, layout)]
+        show_errors(bench, f"Error of the prediction: {model}, {layout}", chosen)
+    show_errors(bench, "Error of the prediction", pairs)
     errors = {name: [error(pair, figure) for pair in pairs] for name, figure in FIGURES.items()}
-    bench.print_rows(
-        "Error of the prediction",
-        ("figure", "median", "P90", "largest"),
-        [
-            *((name, *(f"{x:+.0%}" for x in spread_of(errors[name]))) for name in errors),
-            *((name, *(f"{x:.2f}" for x in spread_of(gaps(pairs, figure)))) for name, figure in SHARES.items()),
-        ],
-    )
     judge(bench, pairs, errors)
 
 
+def show_errors(bench: Bench, title: str, pairs: Sequence[Pair]) -> None:
+    """Prints how far predictions are from what was measured, and how far the runs of one case are apart."""
+    rows = []
+    for name, figure in FIGURES.items():
+        errors = [error(pair, figure) for pair in pairs]
+        sizes = statistics.median(map(abs, errors))
+        noise = statistics.median(spread_of_runs(pair, figure) for pair in pairs)
+        rows.append((name, f"{statistics.median(errors):+.0%}", f"{sizes:.0%}", *far_ends(errors, "{:+.0%}"), f"{noise:.0%}"))
+    for name, figure in SHARES.items():
+        apart = gaps(pairs, figure)
+        rows.append((name, "", f"{statistics.median(apart):.2f}", *far_ends(apart, "{:.2f}"), ""))
+    bench.print_rows(f"{title} ({len(pairs)} runs)", ("figure", "median", "median size", "P90", "largest", "runs apart"), rows)
+
+
 def judge(bench: Bench, pairs: Sequence[Pair], errors: dict[str, list[float]]) -> None:
-    num_failed = sum(run.summary.num_requests - run.summary.num_ok for pair in pairs for run in (pair.measured, pair.predicted))
-    bench.check("requests without an answer", num_failed, high=0)
+    runs = [run for pair in pairs for run in (*pair.measured, pair.predicted)]
+    bench.check("requests without an answer", sum(run.summary.num_requests - run.summary.num_ok for run in runs), high=0)
     for name, values in errors.items():
         bench.check(f"median error of {name}", statistics.median(map(abs, values)), high=0.25)
     bench.check("median error of goodput", statistics.median(gaps(pairs, SHARES["goodput, share"])), high=0.1)
-    for model in dict.fromkeys(pair.model for pair in pairs):
-        shared = {p.router: p.measured.summary for p in pairs if (p.model, p.workload) == (model, SYSTEM_PROMPT)}
+    for model in dict.fromkeys(pair.case.model for pair in pairs):
+        shared = {pair.case.router: pair for pair in pairs if pair.case[:2] == (model, SYSTEM_PROMPT)}
         if {"prefix_aware", "round_robin"} <= shared.keys():
-            both = [FIGURES["TTFT P99, ms"](shared[router]) for router in ("prefix_aware", "round_robin")]
+            both = [shared[router].figures(FIGURES["TTFT P99, ms"])[0] for router in ("prefix_aware", "round_robin")]
             bench.check(f"{model}, {SYSTEM_PROMPT}: TTFT P99 of prefix_aware over round_robin", both[0] / both[1], high=1.25)
 
 
 def error(pair: Pair, figure: Callable[[Summary], float]) -> float:
     """Returns by how much a prediction is too large, as a share of what was measured."""
-    return figure(pair.predicted.summary) / max(1e-9, figure(pair.measured.summary)) - 1.0
+    measured, predicted = pair.figures(figure)
+    return predicted / max(1e-9, measured) - 1.0
 
 
 def gaps(pairs: Sequence[Pair], figure: Callable[[Summary], float]) -> list[float]:
     """Returns the differences of shares."""
-    return [abs(figure(pair.predicted.summary) - figure(pair.measured.summary)) for pair in pairs]
+    return [abs(measured - predicted) for measured, predicted in (pair.figures(figure) for pair in pairs)]
 
 
-def spread_of(values: Sequence[float]) -> tuple[float, float, float]:
-    """Returns the median, the P90 and the largest by size."""
+def spread_of_runs(pair: Pair, figure: Callable[[Summary], float]) -> float:
+    """Returns how far measured runs of one case are from their median, at most, as a share of it."""
+    values = [figure(run.summary) for run in pair.measured]
+    middle = statistics.median(values)
+    return max(abs(value - middle) for value in values) / max(1e-9, middle)
+
+
+def far_ends(values: Sequence[float], form: str) -> tuple[str, str]:
+    """Returns the P90 and the largest by size."""
     ordered = sorted(values, key=abs)
-    return statistics.median(values), ordered[int(0.9 * (len(ordered) - 1))], ordered[-1]
+    return form.format(ordered[int(0.9 * (len(ordered) - 1))]), form.format(ordered[-1])
 
 
 def plot(path: Path, model: str, pairs: Sequence[Pair]) -> None:
     """Draws the runs of a model: a row of panels for each workload, a bar for each measured figure, a line where predicted."""
-    workloads = list(dict.fromkeys(pair.workload for pair in pairs))
+    workloads = list(dict.fromkeys(pair.case.workload for pair in pairs))
     figures = {name: FIGURES[name] for name in ("TTFT P50, ms", "TTFT P99, ms", "TBT P99, ms")}
     figures["goodput, share"] = SHARES["goodput, share"]
-    routers = list(dict.fromkeys(pair.router for pair in pairs))
+    routers = list(dict.fromkeys(pair.case.router for pair in pairs))
     title = f"{model} on two replicas: measured (bars), predicted in virtual time (lines)"
     with draw(path, title, len(workloads), len(figures), size=(3.4, 2.6)) as axes:
         for panel, (workload, (name, figure)) in zip(axes, product(workloads, figures.items()), strict=True):
             panel.set_title(f"{workload}: {name}", fontsize=9)
-            for pair in (pair for pair in pairs if pair.workload == workload):
-                is_mixed = pair.layout == MIXED
-                place = routers.index(pair.router) + (-0.2 if is_mixed else 0.2)
-                panel.barh(place, figure(pair.measured.summary), 0.36, color=BLUE if is_mixed else ORANGE)
-                predicted = figure(pair.predicted.summary)
+            for pair in (pair for pair in pairs if pair.case.workload == workload):
+                is_mixed = pair.case.layout == MIXED
+                place = routers.index(pair.case.router) + (-0.2 if is_mixed else 0.2)
+                measured, predicted = pair.figures(figure)
+                panel.barh(place, measured, 0.36, color=BLUE if is_mixed else ORANGE)
                 panel.plot([predicted, predicted], [place - 0.19, place + 0.19], color="black", linewidth=2)
             panel.set_yticks(range(len(routers)), routers if name == next(iter(figures)) else [""] * len(routers))
             panel.invert_yaxis()
@@ -306,6 +436,11 @@ def main() -> int:
     parser.add_argument("--load", type=float, default=0.7, help="share of both replicas' time that requests take")
     parser.add_argument("--cores", type=int, default=os.cpu_count(), help="that engines, front and client share, as predicted")
     parser.add_argument("--kv-memory-mb", type=float, default=512.0, help="of each replica")
+    parser.add_argument("--repeats", type=int, default=1, help="quiet runs of each case that are measured")
+    parser.add_argument("--keep", type=Path, help="file of JSON lines with what was measured, which is not measured again")
+    parser.add_argument(
+        "--sitting-s", type=float, help="only measure, and begin no run after so many seconds; exits with 3 if any is left"
+    )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="folder for the plots")
     options = parser.parse_args()
     if unknown := set(options.models.split(",")) - SCALES.keys():
@@ -316,19 +451,35 @@ def main() -> int:
         "the virtual cluster is within a quarter of the processes for the median run; prefix_aware and conductor find most in "
         "the cache; with one prefill replica its queue lengthens TTFT, and answers stall less; one system prompt delays nobody",
     )
-    load = os.getloadavg()
-    pairs = run_all(options, bench)
-    bench.figures["load average before, after"] = [load[0], os.getloadavg()[0]]
-    bench.figures["runs"] = [asdict(pair) for pair in pairs]
+    depends = [options.seed, options.load, options.seconds, options.kv_memory_mb, [SYSTEM_TOKENS, MIN_REQUESTS, MAX_LEN]]
+    record = Record(options.keep, hashlib.sha256(msgspec.json.encode(depends)).hexdigest()[:16])
+    is_complete = measure_all(options, record)
+    if options.sitting_s is not None:
+        console.print(
+            "all runs are measured" if is_complete else "there was no time for all runs: sit again to measure the rest"
+        )
+        return 0 if is_complete else SIT_AGAIN
+    pairs = predict_all(options, record, bench)
+    bench.figures["runs"] = [describe(pair) for pair in pairs]
     show(bench, pairs)
-    for model in dict.fromkeys(pair.model for pair in pairs):
+    for model in dict.fromkeys(pair.case.model for pair in pairs):
         plot(
             options.images / f"cluster-traces-{model.replace(':', '-')}.png",
             model,
-            [pair for pair in pairs if pair.model == model],
+            [pair for pair in pairs if pair.case.model == model],
         )
-    console.print(f"load average {load[0]:.1f} before, {os.getloadavg()[0]:.1f} after")
     return bench.finish(options)
+
+
+def describe(pair: Pair) -> dict[str, Any]:
+    """Returns all runs of a case as JSON values."""
+
+    def list_figures(run: Run) -> dict[str, float]:
+        figures = {name: round(figure(run.summary), 4) for name, figure in (FIGURES | SHARES).items()}
+        return figures | {"busiest, share": round(run.busiest, 3)}
+
+    measured = [list_figures(run) | {"other programs, share": round(run.others, 3)} for run in pair.measured]
+    return {**pair.case._asdict(), "measured": measured, "predicted": list_figures(pair.predicted)}
 
 
 if __name__ == "__main__":

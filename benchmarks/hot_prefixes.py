@@ -3,20 +3,23 @@
 `python -m benchmarks.hot_prefixes virtual` runs replicas in virtual time, with steps of 4 ms and 0.4 ms for each token, and KV
 of a block of 16 tokens in 0.2 ms; `... local` runs engines of the embedded model as processes. Each request is a system prompt
 that all share and tokens of its own; a fifth of them go on with a conversation. Another system prompt takes the place of the
-first one again and again. Arrivals are a Poisson process.
+first one again and again. Arrivals are a Poisson process. `--output FILE` keeps the table as JSON lines, behind what is there.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import random
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Final
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Final
 
+from benchmarks.cluster_costs import OtherPrograms
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
@@ -63,12 +66,14 @@ class Sent:
 @dataclass(frozen=True, slots=True)
 class Outcome:
     """What a run showed: seconds to the first token, share of prompt tokens that were cached, the mean over time of the most
-    requests of a replica beyond the mean of all, and the copies that were made."""
+    requests of a replica beyond the mean of all, the copies that were made, and the share of this machine's cores that other
+    programs took."""
 
     ttfts_s: list[float]
     cached: float
     skew: float
     num_copies: int
+    others: float
 
 
 def make_requests(load: Load, seed: int) -> list[Sent]:
@@ -117,6 +122,7 @@ async def drive(cluster: ReplicaSet, sent: Sequence[Sent]) -> Outcome:
                 skews.append(max(counts) - statistics.fmean(counts))
             await asyncio.sleep(LOOK_EVERY_S)
 
+    others = OtherPrograms(cluster)
     cluster.subscribe(observe)
     looking = asyncio.create_task(look())
     await asyncio.gather(*(follow(one) for one in sent))
@@ -124,7 +130,7 @@ async def drive(cluster: ReplicaSet, sent: Sequence[Sent]) -> Outcome:
     num_copies = sum(replica.num_prefix_copies for replica in cluster.snapshots())
     ttfts_s = [one.ttft_s for one in sent if one.ttft_s is not None]
     assert len(ttfts_s) == len(sent), "a request was lost"
-    return Outcome(ttfts_s, cached["found"] / max(1, cached["all"]), statistics.fmean(skews), num_copies)
+    return Outcome(ttfts_s, cached["found"] / max(1, cached["all"]), statistics.fmean(skews), num_copies, others.share())
 
 
 def run_virtual(num_replicas: int, router: str, load: Load, seed: int, *, copies: bool) -> Outcome:
@@ -160,17 +166,19 @@ async def run_local(num_replicas: int, router: str, load: Load, seed: int, *, co
         await cluster.drain(0.0)
 
 
-def show(where: str, num_replicas: int, router: str, copies: bool, outcomes: Sequence[Outcome]) -> None:
-    """Prints a row of the table."""
+def summarise(where: str, num_replicas: int, router: str, copies: bool, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """Returns a row of the table."""
     ttfts_s = sorted(ttft_s for outcome in outcomes for ttft_s in outcome.ttfts_s)
     p50, p99 = (1000 * ttfts_s[int(share * len(ttfts_s))] for share in (0.5, 0.99))
-    cached, skew = (statistics.fmean(values) for values in zip(*((o.cached, o.skew) for o in outcomes), strict=True))
-    copied = sum(outcome.num_copies for outcome in outcomes)
-    print(
-        f"| {where} | {num_replicas} | {router} | {'on' if copies else 'off'} | {cached:.1%} | {p50:.0f} | {p99:.0f} "
-        f"| {skew:.2f} | {copied}, {len(ttfts_s)} |",
-        flush=True,
+    cached, skew, others = (
+        statistics.fmean(values) for values in zip(*((o.cached, o.skew, o.others) for o in outcomes), strict=True)
     )
+    return {
+        "where": where, "replicas": num_replicas, "router": router, "copies": "on" if copies else "off",
+        "cached": f"{cached:.1%}", "TTFT P50, ms": round(p50), "P99, ms": round(p99), "skew": round(skew, 2),
+        "copies made": sum(outcome.num_copies for outcome in outcomes), "requests": len(ttfts_s),
+        "other programs": f"{others:.0%}" if where == "local" else "-",
+    }  # fmt: skip
 
 
 def main() -> None:
@@ -186,9 +194,8 @@ def main() -> None:
     parser.add_argument("--own", type=int, default=32)
     parser.add_argument("--answer", type=int, default=24)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--output", type=Path, help="file of JSON lines to which the rows are added")
     given = parser.parse_args()
-    print("| where | replicas | router | copies | cached | TTFT P50, ms | P99, ms | skew | copies made, requests |")
-    print("|---|---|---|---|---|---|---|---|---|", flush=True)
     for num_replicas in given.replicas:
         load = Load(given.rate * num_replicas, given.seconds, given.change_s, given.system, given.own, given.answer)
         for router in given.routers:
@@ -200,7 +207,11 @@ def main() -> None:
                     else:
                         own = replace(load, vocabulary=3000)
                         outcomes.append(asyncio.run(run_local(num_replicas, router, own, seed, copies=copies)))
-                show(given.where, num_replicas, router, copies, outcomes)
+                row = summarise(given.where, num_replicas, router, copies, outcomes)
+                print(row, flush=True)
+                if given.output is not None:
+                    with given.output.open("a") as file:
+                        file.write(json.dumps(row | {"load": asdict(load), "seeds": given.seeds}) + "\n")
 
 
 if __name__ == "__main__":

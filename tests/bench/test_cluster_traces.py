@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from benchmarks.cluster_costs import StepTimes
-from benchmarks.cluster_traces import sample_conversations
+from benchmarks.cluster_costs import MIXED, Costs, StepTimes, TimedStep
+from benchmarks.cluster_traces import Case, Record, Run, sample_conversations
+from cloister.bench.recorder import RequestRecord
+from cloister.bench.report import LatencyObjective, summarise
 from cloister.bench.traces import TraceRow
+from cloister.cluster.virtual.engine import interpolate
+from cloister.cluster.virtual.processors import FrontCosts
 from cloister.types.events import Stepped
 
 
@@ -30,24 +36,48 @@ def test_a_conversation_is_taken_whole_or_not_at_all() -> None:
         assert 2 <= len(sampled) <= 4
 
 
-def test_times_of_steps_are_found_again() -> None:
-    times = StepTimes(1e-3, 5e-5, 2e-4, 2e-8, 9e-8)
-    steps = []
-    for num in (1, 3, 8, 20):
+def list_steps(times: StepTimes) -> list[TimedStep]:
+    """Returns prompts, answers and steps without tokens, which take exactly these times."""
+    steps = [TimedStep(step(0, 0, 0), times.curve[0][1])] * 3
+    for num in (1, 2, 3, 6, 8, 12, 16):
         for context in (10, 300, 900):
-            answers, prompts = step(num, num, num * context), step(40 * num, 1, 40 * num * context / 2)
-            elapsed_s = times.step_s + (times.token_s + times.sample_s) * num + times.read_s * answers.num_attended
-            steps.append((answers, elapsed_s))
-            elapsed_s = times.step_s + times.token_s * 40 * num + times.sample_s + times.key_s * prompts.num_attended
-            steps.append((prompts, elapsed_s))
-    fitted = StepTimes.fit(steps)
-    assert [fitted.step_s, fitted.token_s, fitted.sample_s, fitted.key_s, fitted.read_s] == pytest.approx(
-        [times.step_s, times.token_s, times.sample_s, times.key_s, times.read_s]
-    )
+            for is_answers in (True, False):
+                num_samples, num_arrivals = (num, 0) if is_answers else (1, 2)
+                num_tokens, key_s = (num, times.read_s) if is_answers else (num + 1, times.key_s)
+                made = step(num_tokens, num_samples, num_tokens * context)
+                elapsed_s = interpolate(times.curve, num_tokens) + times.sample_s * num_samples
+                elapsed_s += key_s * made.num_attended + times.arrival_s * num_arrivals
+                steps.append(TimedStep(made, elapsed_s, num_arrivals))
+    return steps
+
+
+def test_times_of_steps_are_found_again() -> None:
+    curve = ((0, 1e-4), (1, 4e-3), (2, 4.5e-3), (4, 4.5e-3), (8, 8e-3), (16, 9e-3), (32, 13e-3))
+    times = StepTimes(curve, sample_s=2e-4, key_s=2e-7, read_s=9e-7, arrival_s=5e-4)
+    fitted = StepTimes.fit(list_steps(times))
+    assert [num_tokens for num_tokens, _ in fitted.curve] == [num_tokens for num_tokens, _ in curve]
+    assert [each_s for _, each_s in fitted.curve] == pytest.approx([each_s for _, each_s in curve], rel=1e-3)
+    assert [fitted.sample_s, fitted.key_s, fitted.read_s, fitted.arrival_s] == pytest.approx([2e-4, 2e-7, 9e-7, 5e-4], rel=1e-3)
 
 
 def test_times_that_vary_by_chance_are_predicted_by_their_mean() -> None:
-    steps = [(step(num, num, 0), 1e-3 * num * factor) for num in (1, 4, 16) for factor in (0.5, 1.0, 3.0)]
+    steps = [TimedStep(step(num, num, 0), 1e-3 * num * factor) for num in (1, 4, 16) for factor in (0.5, 1.0, 3.0)]
     fitted = StepTimes.fit(steps)
     for num in (1, 4, 16):
-        assert fitted.step_s + (fitted.token_s + fitted.sample_s) * num == pytest.approx(1.5e-3 * num)
+        assert interpolate(fitted.curve, num) + fitted.sample_s * num == pytest.approx(1.5e-3 * num)
+
+
+def test_what_was_measured_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
+    path, case = tmp_path / "kept.jsonl", Case("cloister-5m", "Azure", "least_load", MIXED)
+    times = StepTimes(((0, 1e-4), (1, 2e-4)), 1e-5, 2e-8, 3e-8, 4e-4)
+    costs = Costs(times, 1.1, 1e-4, 6e-4, 5e-5, 1e-5, 24576.0, 100, FrontCosts(1e-4, 2e-4, 3e-6))
+    record = RequestRecord(0, 0.0, 1.0, 10, 3, ((0.5, 1), (0.7, 2)))
+    runs = [Run(summarise("", [record], LatencyObjective(0.1, 0.05)), busiest=0.5 + number / 10) for number in range(2)]
+    first = Record(path, "these options")
+    first.add("cloister-5m", costs=costs)
+    first.add("cloister-5m", case=case, run=runs[0])
+    Record(path, "these options").add("cloister-5m", case=case, run=runs[1])
+    again = Record(path, "these options")
+    assert again.costs == {"cloister-5m": costs}
+    assert again.runs == {case: runs}
+    assert not Record(path, "other options").runs

@@ -61,6 +61,26 @@ def test_every_division_of_the_threads_and_every_choice_of_roles_is_a_candidate(
         list_placements([wide], 1)
 
 
+def test_all_times_of_a_profile_count() -> None:
+    work, limits = make_work(**LONG), LatencyObjective(1.0, 0.02)  # type: ignore[arg-type]
+
+    def p99_s(**times: object) -> float:
+        placement = ReplicaPlacement(msgspec.structs.replace(PROFILE, **times), ("prefill", "decode"))
+        spread = predict(placement, work, limits, "least_load").e2e
+        assert spread is not None
+        return spread.p99
+
+    without_s = p99_s()
+    for times in ({"curve": ((0, 0.0), (1, 0.005))}, {"arrival_s": 0.05}, {"load_s": 0.002}, {"export_s": 0.002}):
+        assert p99_s(**times) > 1.05 * without_s, times
+
+
+def test_a_curve_whose_tokens_do_not_rise_is_refused() -> None:
+    given = msgspec.to_builtins(PROFILE) | {"curve": [[1, 0.002], [1, 0.003]]}
+    with pytest.raises(msgspec.ValidationError, match="tokens of `curve` must rise"):
+        msgspec.convert(given, StepProfile)
+
+
 def test_the_best_placement_is_a_command_that_can_be_run() -> None:
     assert ReplicaPlacement(PROFILE, ("mixed",)).flags("least_load") == "--replicas 1 --num-threads 1"
     assert ReplicaPlacement(PROFILE, ("mixed", "mixed")).flags("conductor") == "--replicas 2 --num-threads 1 --router conductor"

@@ -17,6 +17,8 @@ from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.cluster.virtual.processors import FrontCosts, Processors
 from cloister.text import Tokenizer
+from cloister.types.events import Ended, Event
+from cloister.types.request import FinishReason
 from cloister.types.step import SequencePlan, StepPlan
 
 ENGINE = EngineShape(
@@ -63,6 +65,55 @@ def test_keys_of_prompts_and_of_answers_take_times_of_their_own() -> None:
     assert shape.step_time_s(StepPlan(plan_id=0, sequences=[prompt, answer])) == 1.0 + 0.01 * (11 + 12 + 13 + 14) + 0.5 * 8
 
 
+def test_a_request_that_its_sender_leaves_is_sent_before_that_is(tokenizer: Tokenizer) -> None:
+    async def drive() -> list[Event]:
+        events: list[Event] = []
+        front = FrontCosts(request_s=0.05)
+        async with running_cluster(replace(MIXED, num_cores=2, front=front), tokenizer, seed=1) as cluster:
+            cluster.subscribe(events.append)
+            asking = asyncio.create_task(cluster.follow(ask(0, 10, 1000).request, lambda _: None))
+            await asyncio.sleep(0.01)
+            asking.cancel()
+            await asyncio.sleep(1.0)
+            assert not any(replica.num_requests for replica in cluster.snapshots())
+        return events
+
+    [ended] = [event for event in run_virtually(drive()) if isinstance(event, Ended)]
+    assert ended.reason == FinishReason.ABORT
+
+
+def test_who_waits_for_a_timer_that_is_late_sends_late(tokenizer: Tokenizer) -> None:
+    async def drive() -> RequestRecord:
+        async with running_cluster(MIXED, tokenizer, seed=1) as cluster:
+            [record] = await drive_client(cluster, [ask(0, 500, 4, at_s=0.5)], late_s=0.02)
+            return record
+
+    [in_time], _ = run(MIXED, [ask(0, 500, 4, at_s=0.5)], tokenizer)
+    late = run_virtually(drive())
+    assert late.due_s == in_time.due_s
+    assert late.ttft_s == pytest.approx(in_time.ttft_s + 0.02)
+
+
+def test_steps_take_what_a_curve_says() -> None:
+    shape = EngineShape(step_s=0.0, token_s=0.0, curve=((0, 0.001), (1, 0.004), (8, 0.004), (16, 0.012)))
+
+    def step_s(num_tokens: int) -> float:
+        part = SequencePlan(seq_id=0, start=0, num_tokens=num_tokens, table_start=0, new_block_ids=[], num_samples=1)
+        return shape.step_time_s(StepPlan(plan_id=0, sequences=[part] if num_tokens else []))
+
+    assert [step_s(num_tokens) for num_tokens in (0, 1, 5, 8, 12, 16, 24)] == pytest.approx(
+        [0.001, 0.004, 0.004, 0.004, 0.008, 0.012, 0.02]
+    )
+
+
+def test_a_sequence_that_comes_takes_time_once(tokenizer: Tokenizer) -> None:
+    shape = replace(MIXED, engine=replace(ENGINE, arrival_s=0.005))
+    [record], _ = run(shape, [ask(0, 500, 4)], tokenizer)
+    [without], _ = run(MIXED, [ask(0, 500, 4)], tokenizer)
+    assert record.ttft_s == pytest.approx(without.ttft_s + 0.005)
+    assert record.gaps_s == pytest.approx(without.gaps_s)
+
+
 def test_a_slow_answer_delays_the_sending_of_none(tokenizer: Tokenizer) -> None:
     records, _ = run(MIXED, [ask(0, 10, 200), ask(1, 10, 1, at_s=0.05)], tokenizer)
     assert records[0].end_s > 0.4
@@ -84,7 +135,7 @@ def test_the_front_and_its_clients_take_time_of_the_cores(tokenizer: Tokenizer) 
     front = FrontCosts(request_s=0.001, message_s=0.0004, token_s=0.0001)
     [free], _ = run(replace(MIXED, num_cores=2), [ask(0, 500, 4)], tokenizer)
     [charged], _ = run(replace(MIXED, num_cores=2, front=front), [ask(0, 500, 4)], tokenizer)
-    assert charged.ttft_s - free.ttft_s == pytest.approx(0.0004 + 0.0001)  # the request's own cost is over before its step
+    assert charged.ttft_s - free.ttft_s == pytest.approx(0.001 + 0.0004 + 0.0001)
     many = [ask(number, 10, 8) for number in range(8)]
     ends = [
         max(record.end_s for record in run(replace(MIXED, num_cores=num_cores, front=front), many, tokenizer)[0])
@@ -134,6 +185,22 @@ def test_cores_are_shared_by_niceness_and_what_one_leaves_is_for_others() -> Non
     assert run_virtually(drive(1)) == pytest.approx([first_s, 3.0, 3.0])
 
 
+def test_nice_threads_are_slower_in_company_and_only_there() -> None:
+    async def drive(others: Sequence[int]) -> float:
+        loop = asyncio.get_running_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        processors = Processors(2, loop.clock, company=1.25)
+        tasks = [asyncio.create_task(processors.run(1.0, niceness)) for niceness in others]
+        await processors.run(1.0, 5)
+        end_s = loop.time()
+        await asyncio.gather(*tasks)
+        return end_s
+
+    assert run_virtually(drive([])) == pytest.approx(1.0)
+    assert run_virtually(drive([5])) == pytest.approx(1.25)
+    assert run_virtually(drive([0])) == pytest.approx(1.2)  # in company for a second, until the other one has ended
+
+
 NUM_ENTRIES = 500 // 16
 
 
@@ -152,6 +219,16 @@ def test_kv_moves_while_its_prompt_is_computed(tokenizer: Tokenizer) -> None:
 def test_kv_that_moves_more_slowly_than_its_prompt_is_computed_takes_its_time(tokenizer: Tokenizer) -> None:
     slower_by_s = gap_behind_prompt(0.03, tokenizer) - gap_behind_prompt(0.01, tokenizer)
     assert slower_by_s == pytest.approx(NUM_ENTRIES * 0.02)
+
+
+@pytest.mark.parametrize(("load_s", "export_s"), [(0.001, 0.0), (0.0, 0.001)])
+def test_kv_that_moves_takes_time_of_both_engines(load_s: float, export_s: float, tokenizer: Tokenizer) -> None:
+    engine = replace(ENGINE, load_s=load_s, export_s=export_s)
+    requests = [ask(0, 500, 4), ask(1, 500, 4)]
+    free, _ = run(SPLIT, requests, tokenizer)
+    charged, _ = run(replace(SPLIT, engine=engine), requests, tokenizer)
+    later_s = max(record.end_s for record in charged) - max(record.end_s for record in free)
+    assert NUM_ENTRIES * 0.001 / 2 < later_s < 3 * NUM_ENTRIES * 0.001  # a part of it while it would wait
 
 
 def test_kv_of_two_requests_shares_the_way(tokenizer: Tokenizer) -> None:

@@ -118,7 +118,7 @@ class _Answer:
 
 
 async def drive_client(
-    client: RequestClient, requests: Sequence[Timed], *, on_end: Callable[[], None] = lambda: None
+    client: RequestClient, requests: Sequence[Timed], *, on_end: Callable[[], None] = lambda: None, late_s: float = 0.0
 ) -> list[RequestRecord]:
     """Submits every request when it is due, whatever has become of the others (open loop), and returns what their sender saw.
 
@@ -126,13 +126,15 @@ async def drive_client(
 
     Args:
         on_end: called when a request has ended.
+        late_s: each is submitted so much later than it is due. Timers of a real loop run out late by themselves (asyncio's are
+            rounded up to milliseconds), those of a virtual one do not.
     """
     loop = asyncio.get_running_loop()
     start_s = loop.time()
 
     async def send(number: int, timed: Timed) -> RequestRecord:
         answer = _Answer()
-        await asyncio.sleep(start_s + timed.due_s - loop.time())
+        await asyncio.sleep(start_s + timed.due_s + late_s - loop.time())
         try:
             await client.follow(timed.request, lambda output: answer.take(output, loop.time() - start_s))
         except CloisterError as error:

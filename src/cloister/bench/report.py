@@ -14,6 +14,9 @@ from cloister.bench.recorder import RequestRecord
 
 PERCENTILES = (50, 90, 99)
 _NUM_REWEIGHTINGS = 10
+_FITS_PER_COLUMN = 3
+_LEAST_GAIN = 1e-10
+_TINY = 1e-300
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,21 +213,29 @@ def list_spreads(summary: Summary) -> Mapping[str, Spread]:
 def fit_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:
     """Fits `costs` [num_rows] by non-negative multiples of the columns of `features` [num_rows, num_features].
 
-    Least squares over every subset of the columns; the best one without negative coefficients is used. Exact for the handful of
-    columns that a step cost has.
+    Least squares with the active-set method of Lawson and Hanson (Solving Least Squares Problems, 1974, chapter 23): columns
+    are used one by one, and no longer where their multiple would become negative.
     """
-    num_features = features.shape[1]
-    best, best_error = [0.0] * num_features, float(np.square(costs).sum())
-    for subset in range(1, 2**num_features):
-        columns = [c for c in range(num_features) if subset >> c & 1]
-        solution = np.linalg.lstsq(features[:, columns], costs, rcond=None)[0]
-        error = float(np.square(features[:, columns] @ solution - costs).sum())
-        if (solution >= 0).all() and error < best_error:
-            best = [0.0] * num_features
-            for column, value in zip(columns, solution, strict=True):
-                best[column] = float(value)
-            best_error = error
-    return best
+    sizes = np.linalg.norm(features, axis=0)
+    table = features / np.where(sizes > 0, sizes, 1.0)
+    found, used = np.zeros(len(sizes)), np.zeros(len(sizes), dtype=bool)
+    for _ in range(_FITS_PER_COLUMN * len(sizes)):
+        gains = np.where(used, -np.inf, table.T @ (costs - table @ found))
+        if gains.max() <= _LEAST_GAIN * np.linalg.norm(costs):
+            break
+        used[gains.argmax()] = True
+        while used.any():
+            fitted = np.zeros(len(sizes))
+            fitted[used] = np.linalg.lstsq(table[:, used], costs, rcond=None)[0]
+            bad = used & (fitted <= 0)
+            if not bad.any():
+                found = fitted
+                break
+            way = (found[bad] / np.maximum(found[bad] - fitted[bad], _TINY)).min()  # as far as none becomes negative
+            found += way * (fitted - found)
+            used &= found > _LEAST_GAIN * np.abs(found).max()
+            found[~used] = 0.0
+    return [float(x) for x in found / np.where(sizes > 0, sizes, 1.0)]
 
 
 def fit_relative_costs(features: npt.NDArray[np.float64], costs: npt.NDArray[np.float64]) -> list[float]:

@@ -6,6 +6,7 @@ import hashlib
 import os
 import random
 import tempfile
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
@@ -80,6 +81,11 @@ class EngineShape:
         stall_floor_s: a step up to this time is short enough for any stream (`scheduler.budget.BudgetConfig.floor_s`).
         step_s, token_s, sample_s, key_s, read_s: a step takes `step_s`, and that much more for each of its tokens and samples,
             for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
+        arrival_s, load_s: that much more for each sequence that comes, and for each block of KV that comes from another engine.
+        export_s: time of the engine for each block of KV that goes to another one.
+        curve: points (tokens of a step, seconds), by rising tokens: that much more, on the line between two points; beyond the
+            last one, on the line through the last two. Few tokens take as long as the weights take to be read, and kernels are
+            faster with many, so time is not proportional to them.
         start_s: from the start of its process until it is ready.
         weights: 0, or others: an engine of them says something else.
         policy: in which order its scheduler computes requests.
@@ -103,6 +109,10 @@ class EngineShape:
     sample_s: float = 0.0
     key_s: float = 0.0
     read_s: float = 0.0
+    arrival_s: float = 0.0
+    load_s: float = 0.0
+    export_s: float = 0.0
+    curve: tuple[tuple[int, float], ...] = ()
     start_s: float = 0.5
     weights: int = 0
     policy: str = "fcfs"
@@ -121,11 +131,24 @@ class EngineShape:
     def step_time_s(self, plan: StepPlan) -> float:
         """Returns the seconds that a step takes."""
         elapsed_s = self.step_s + self.token_s * plan.num_tokens + self.sample_s * len(plan.forks)
+        elapsed_s += self.arrival_s * len(plan.arrivals) + self.load_s * len(plan.loads)
+        elapsed_s += interpolate(self.curve, plan.num_tokens)
         for part in plan.sequences:
             num_attended = part.num_tokens * (part.start + (part.num_tokens + 1) / 2)
             is_prompt = part.num_tokens > 1 or not part.num_samples
             elapsed_s += self.sample_s * part.num_samples + (self.key_s if is_prompt else self.read_s) * num_attended
         return elapsed_s
+
+
+def interpolate(curve: Sequence[tuple[int, float]], num_tokens: int) -> float:
+    """Returns the seconds of so many tokens on a curve (`EngineShape.curve`); 0 without points."""
+    if not curve:
+        return 0.0
+    if len(curve) == 1:
+        return curve[0][1]
+    end = min(max(1, bisect_left(curve, num_tokens, key=lambda point: point[0])), len(curve) - 1)
+    (before, before_s), (after, after_s) = curve[end - 1 : end + 1]
+    return max(0.0, before_s + (after_s - before_s) * (num_tokens - before) / (after - before))
 
 
 class EngineDeath(BaseException):
@@ -193,6 +216,7 @@ class VirtualEngine:
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
+    export_s: float = 0.0
     tier_threads: VirtualTierThreads | None = None
     leave_pool: Callable[[], None] = lambda: None
 
@@ -335,7 +359,7 @@ def make_engine(
         grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    engine = VirtualEngine(core, scheduler, timed, own)
+    engine = VirtualEngine(core, scheduler, timed, own, shape.export_s)
     if draw is not None and any(shape.tiers):
         seat = None if pool is None else pool.memory.take_seat()
         engine.tier_threads = _open_tiers(core, shape, draw, own, pool, seat)

@@ -123,12 +123,21 @@ class VirtualKVLinks:
 
     Args:
         index: of its replica.
+        spend: called with the number of entries that the engine copies for another one, which takes its time.
     """
 
-    def __init__(self, index: int, switch: KVSwitch, form: KVFormat, secret: bytes = SECRET) -> None:
+    def __init__(
+        self,
+        index: int,
+        switch: KVSwitch,
+        form: KVFormat,
+        secret: bytes = SECRET,
+        spend: Callable[[int], None] = lambda _: None,
+    ) -> None:
         self.endpoint = endpoint_of(index)
         self._index, self._switch = index, switch
         self._sealer = KVSealer(form, secret)
+        self._spend = spend
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[int, _Pull] = {}
         self._num_pulls = 0
@@ -216,6 +225,8 @@ class VirtualKVLinks:
         num_entries = self._switch.part_entries
         entries, peer.entries = peer.entries[:num_entries], peer.entries[num_entries:]
         found = peer.offer.read(entries) if entries else []
+        if found:
+            self._spend(len(found))
         is_complete = False if found is None else None if peer.entries else peer.offer.is_complete
         objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ())
         peer.num_sent, peer.is_asking = peer.num_sent + 1, False

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, Final
 
 import msgspec
@@ -35,7 +36,8 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_blocks, block_size: KV blocks of a replica, and tokens of each.
         max_model_len: tokens of the longest request.
         max_num_seqs: answers that a replica computes at once.
-        step_s, token_s, sample_s, key_s, read_s: times of a step, as of `EngineShape`.
+        step_s, token_s, sample_s, key_s, read_s, arrival_s, load_s, export_s, curve: times of a step, and of KV that comes and
+            goes, as of `EngineShape`.
         delay_s: from the end of a step until the front has its outputs.
         entry_s, entry_bytes: time and size of the KV of a block that moves to another replica.
     """
@@ -53,6 +55,14 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     delay_s: Seconds
     entry_s: Seconds
     entry_bytes: Annotated[float, msgspec.Meta(gt=0)]
+    arrival_s: Seconds = 0.0
+    load_s: Seconds = 0.0
+    export_s: Seconds = 0.0
+    curve: tuple[tuple[int, Seconds], ...] = ()
+
+    def __post_init__(self) -> None:
+        if any(after[0] <= before[0] for before, after in pairwise(self.curve)):
+            raise ValueError("the tokens of `curve` must rise from point to point")
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +109,10 @@ class ReplicaPlacement:
             sample_s=own.sample_s,
             key_s=own.key_s,
             read_s=own.read_s,
+            arrival_s=own.arrival_s,
+            load_s=own.load_s,
+            export_s=own.export_s,
+            curve=own.curve,
         )
         moves_kv = len(set(self.roles)) > 1
         part_entries = max(1, int(MAX_STEP_BYTES / own.entry_bytes))

@@ -41,6 +41,7 @@ class ClusterShape:
         copies_prefixes: hot prefixes are copied to other replicas.
         part_entries: entries that an engine copies between two steps.
         num_cores: that engines, front and clients share; None: each has one of its own.
+        company: steps take so many times as long while others run on these cores too, as caches are shared.
         front: what front and clients take of them.
         scaling: when replicas are added and removed; None: all run.
     """
@@ -54,6 +55,7 @@ class ClusterShape:
     part_entries: int = PART_ENTRIES
     copies_prefixes: bool = False
     num_cores: int | None = None
+    company: float = 1.0
     front: FrontCosts = FREE
     scaling: ScalingConfig | None = None
 
@@ -71,7 +73,7 @@ async def running_cluster(shape: ClusterShape, tokenizer: Tokenizer, seed: int) 
     draw = random.Random(seed)
     network = VirtualNetwork(draw, shape.delay_s)
     switch = KVSwitch(network, draw, part_entries=shape.part_entries, entry_s=shape.entry_s) if shape.moves_kv else None
-    processors = None if shape.num_cores is None else Processors(shape.num_cores, loop.clock)
+    processors = None if shape.num_cores is None else Processors(shape.num_cores, loop.clock, shape.company)
     hosts = [
         Host(
             index,

@@ -36,11 +36,12 @@ class _Runs:
     """The runs of threads of one niceness, which are equally fast.
 
     Attributes:
-        weight: of each.
+        niceness, weight: of each.
         each_s: processor time that a thread got which has always been runnable.
         due: (`each_s` at its end, order of its beginning, its end) of each.
     """
 
+    niceness: int
     weight: float
     each_s: float = 0.0
     due: list[tuple[float, int, asyncio.Future[None]]] = field(default_factory=list)
@@ -53,10 +54,12 @@ class Processors:
 
     Args:
         num_cores: at least one.
+        company: while others run too, a nice thread (an engine's) takes so many times as long, as they share caches.
     """
 
-    def __init__(self, num_cores: int, clock: Clock) -> None:
+    def __init__(self, num_cores: int, clock: Clock, company: float = 1.0) -> None:
         self._num_cores = num_cores
+        self._company = company
         self._clock = clock
         self._since_s = clock.now()
         self._runs: dict[int, _Runs] = {}
@@ -68,21 +71,24 @@ class Processors:
         self._advance()
         self._num_runs += 1
         done = asyncio.get_running_loop().create_future()
-        runs = self._runs.setdefault(niceness, _Runs(_WEIGHT_STEP**-niceness))
+        runs = self._runs.setdefault(niceness, _Runs(niceness, _WEIGHT_STEP**-niceness))
         heappush(runs.due, (runs.each_s + work_s, self._num_runs, done))
         self._plan()
         await done
 
     def _speeds(self) -> list[tuple[_Runs, float]]:
-        """Returns the share of a core that a thread of each niceness has; what those with a whole one leave is for others."""
+        """Returns how fast threads of each niceness run: at their share of a core (what those with a whole one leave is for
+        others), less what company costs."""
         speeds = []
+        has_company = sum(len(runs.due) for runs in self._runs.values()) > 1
         free = float(self._num_cores)
         left = sorted((runs for runs in self._runs.values() if runs.due), key=lambda runs: -runs.weight)
         while left:
             runs = left.pop(0)
             share = free * runs.weight / (len(runs.due) * runs.weight + sum(len(each.due) * each.weight for each in left))
-            speeds.append((runs, min(1.0, share)))
-            free -= len(runs.due) * speeds[-1][1]
+            share = min(1.0, share)
+            free -= len(runs.due) * share
+            speeds.append((runs, share / self._company if has_company and runs.niceness else share))
         return speeds
 
     def _advance(self) -> None:

@@ -80,12 +80,20 @@ class LinkTransport:
                 raise EngineError("the engine sent something else before it described itself")
 
     def send(self, message: FrontMessage) -> None:
-        """Sends a message."""
-        if self._thread is not None and isinstance(message, Submit):
-            self._thread.do(self._thread.costs.request_s)  # what comes after it waits for it
-        if self._link is not None:
+        """Sends a message; with a thread, when that has done its work for it and for all before."""
+        link = self._link
+        if link is None:
+            return
+        if self._thread is None:
+            self._put(message, link)
+        else:
+            work_s = self._thread.costs.request_s if isinstance(message, Submit) else 0.0
+            self._thread.do(work_s).add_done_callback(lambda _: self._put(message, link))
+
+    def _put(self, message: FrontMessage, link: Link) -> None:
+        if link is self._link:  # else what the message was for has ended
             for each in self._amend(message):
-                self._link.send(channel.encode(each))
+                link.send(channel.encode(each))
             self._poll()
 
     async def run(self, deliver: Deliver) -> None:
