@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -24,7 +24,7 @@ from cloister.engine.fork_server import ForkServer
 from cloister.engine.kv_pool import KVPool, PoolSeat
 from cloister.engine.kv_unit import KVUnit, UnitSeat
 from cloister.engine.sealed_channels import open_listener
-from cloister.engine.supervision import STACKS_SIGNAL, Supervision
+from cloister.engine.supervision import STACKS_SIGNAL, Restarts, Supervision
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate
 from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
 _BUFFER_BYTES: Final = 2**20
+MAX_CHANNEL_PAUSE_S: Final = 1.0
+"""Longest pause before a worker asks again for a channel to an engine that does not run."""
 _STACKS_TIMEOUT_S: Final = 1.0
 _STACKS_PAUSE_S: Final = 0.05
 
@@ -50,7 +52,7 @@ class Transport(Protocol):
 
     Attributes:
         ready: the engine's description of itself; None until it is received.
-        supervision: supervision settings; None if another process supervises the engine.
+        supervision: supervision settings; None if it can neither be watched nor replaced.
         lost: the error for its requests when the engine has ended.
     """
 
@@ -390,27 +392,35 @@ class _Post:
                 self._loop.call_soon(self._deliver)
 
 
+OpenChannel = Callable[[], Awaitable[socket.socket]]
+"""Returns a channel to an engine; raises EngineError if it does not run."""
+
+
 class SealedWorkerTransport(_ChannelTransport):
-    """Transport to an engine over a channel that another process opened (`engine.sealed_channels`), for one request.
+    """Transport to an engine over channels that another process opens (`engine.sealed_channels`), for one request.
 
     Args:
         ready: the engine's description of itself from its start.
     """
 
     pid = None
-    supervision: Supervision | None = None  # the front supervises the engine: it gets every step's event
 
     def __init__(self, ready: Ready) -> None:
         self.ready: Ready | None = ready
-        self._sock: socket.socket | None = None
+        # the front watches the engine: it gets every step's event; here only another channel is opened
+        self.supervision: Supervision | None = Supervision(
+            restarts=Restarts(10_000, 1e9, 0.05, MAX_CHANNEL_PAUSE_S), watches=False
+        )
+        self._open_channel: OpenChannel | None = None
 
-    def attach(self, sock: socket.socket | None) -> None:
-        """Sets the channel; None: the engine does not run, which `run` says. Called once, before the client starts."""
-        self._sock = sock
+    def attach(self, open_channel: OpenChannel) -> None:
+        """Says where channels come from. Called once, before the client starts."""
+        self._open_channel = open_channel
 
     async def open(self, config: EngineConfig) -> None:
-        if self._sock is not None:
-            self._messages = await MessageStream.open(self._sock)
+        if self._open_channel is None:
+            raise EngineError(LOST)
+        self._messages = await MessageStream.open(await self._open_channel())
 
     def send(self, message: FrontMessage) -> None:
         if self._messages is None:
@@ -426,6 +436,7 @@ class SealedWorkerTransport(_ChannelTransport):
     async def close(self) -> str | None:
         if self._messages is not None:
             self._messages.close()
+            self._messages = None
         return None
 
     async def discard_template(self, *, is_final: bool = False) -> None:

@@ -134,6 +134,8 @@ def _make_replicas(
         release=release,
         make_release=make_release,
     )
+    if isinstance(replicas, SealedUnit):
+        replicas.kv_unit = kv_unit
     return replicas
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
@@ -21,6 +22,7 @@ from cloister.private.gateway import NODE_PATH
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
+from cloister.private.workers.channel_broker import ChannelSource
 from cloister.private.workers.image_decoder import ForkedDecoder
 from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
@@ -59,7 +61,7 @@ class NodeServing:
 
     Args:
         node: opens and seals (`private.node.node_app`).
-        link: connects the node to its engines through a channel each.
+        link: gives the node what it gets channels to its engines from.
         rehearsal: the same node with a temporary key, whose configuration is `configuration`; dropped after the warm-up.
         close: locks down this process once everything is loaded.
         decoder: decodes the images of a request; None for a model that takes none.
@@ -68,7 +70,7 @@ class NodeServing:
     def __init__(
         self,
         node: ASGIApp,
-        link: Callable[[Sequence[socket.socket | None]], Awaitable[None]],
+        link: Callable[[ChannelSource], Awaitable[None]],
         unsealer: RemoteUnsealer,
         rehearsal: ASGIApp,
         configuration: KeyConfiguration,
@@ -100,11 +102,11 @@ class NodeServing:
             await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
         self._rehearsal = None
 
-    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+    async def serve(self, front: socket.socket, broker: socket.socket, key_service: socket.socket) -> None:
         if self._decoder is not None:
             self._decoder.fork()  # before there is anything of the request here
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
-        await self._link(engines)
+        await self._link(ChannelSource(broker))
         self._unsealer.attach(key_service)
         head = await receive_for_worker(reader)
         if not isinstance(head, Head):
@@ -169,9 +171,9 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         open_decoding=decoder.open if decoder is not None else None,
     )
 
-    async def link(channels: Sequence[socket.socket | None]) -> None:
-        for transport, channel in zip(transports, channels, strict=True):
-            transport.attach(channel)
+    async def link(channels: ChannelSource) -> None:
+        for index, transport in enumerate(transports):
+            transport.attach(partial(channels.open, index))
         await engine.start()
 
     config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
