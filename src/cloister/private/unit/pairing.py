@@ -27,8 +27,9 @@ from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
-from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_UNIT_MEMBERS, UNIT_KEY_BYTES
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, UNIT_KEY_BYTES
 from cloister.trust.sealing import KEMS, Kem, KemPrivateKey, UnsealError
+from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import CloisterError
 
 JOIN: Final = b"j"

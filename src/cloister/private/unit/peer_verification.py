@@ -4,7 +4,7 @@ this node states about itself. Pure but for libraries; time is an argument."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.private.unit.pairing import UnitRefusedError, digest_of
@@ -60,7 +60,7 @@ class PeerVerifier:
     hardening: Callable[[], Mapping[str, str]]
     gpu: bool = False
     member_key: PublicKey | None = None
-    verifiers: Mapping[str, Verifier] = VERIFIERS
+    verifiers: Mapping[str, Verifier] = field(default_factory=lambda: VERIFIERS)
 
     def judge_member(self, document: bytes, now: float) -> Statement:
         """Returns the statement of a node that may be a member.

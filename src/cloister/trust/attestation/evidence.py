@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import CloisterError
 
 MAX_EVIDENCE_BYTES = 512 * 1024
@@ -22,8 +23,6 @@ MAX_EXTRAS = 32
 MAX_LIFE_S = 3600
 """Maximum validity of a statement: that of the node's key, one hour."""
 UNIT_KEY_BYTES = 32
-MAX_UNIT_MEMBERS = 7
-"""Most other machines of a unit: the evidence of all of them has to fit into the leader's."""
 
 _PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}\Z"
 
