@@ -35,6 +35,8 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "log_checkpoint": "stated by itself",
     "node_capacity": "stated by itself",
     "member_key": "its signature is in the evidence",
+    "unit_members": "stated by themselves: their keys, not their addresses",
+    "unit_port": "where the node listens for the leader of its unit",
     "attester": "the kind of the evidence",
     "attest_gpus": "seen in the evidence",
     "amd_certificates": "seen in the evidence",
