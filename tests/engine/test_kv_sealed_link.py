@@ -357,7 +357,7 @@ def test_contents_of_every_length_arrive(size: int) -> None:
 def test_keys_are_of_one_connection_and_gone_with_it() -> None:
     keys = LockedKeys()
     first, second = shake_both(keys), shake_both(keys)
-    drawn = [keys.copy(number) for link in (*first, *second) for number in (link._own, link._peers)]
+    drawn = [keys.copy(number) for link in (*first, *second) for number in (link._agreed()._own, link._agreed()._peers)]
     assert len(set(drawn)) == 4  # two of each connection, which both sides have
     for link in (*first, *second):
         link.close()

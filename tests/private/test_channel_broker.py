@@ -11,6 +11,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from cloister.engine.sealed_channels import CONNECT
 from cloister.private.workers import channel_broker
 from cloister.private.workers.channel_broker import ChannelBroker, ChannelSource
 from cloister.types.errors import EngineError
@@ -23,12 +24,12 @@ class Engines:
         self.running: set[int] = set()
         self.ends: list[tuple[int, socket.socket]] = []
 
-    def open(self, index: int) -> socket.socket:
+    def open(self, index: int) -> tuple[socket.socket, bytes]:
         if index not in self.running:
             raise KeyError(index)
         near, far = socket.socketpair()
         self.ends.append((index, far))
-        return near
+        return near, CONNECT
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cloister.cluster.routers.base import RouterContext
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
 from cloister.engine.kv_unit import KVUnit
 from cloister.kv import PrefixKeys
-from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.config import EngineConfig, ServerConfig, parse_unit_members
 from cloister.types.request import ModelInfo
 
 DRAWN: Final = "capacity_random"
@@ -45,6 +45,11 @@ class SealedUnit(ReplicaSet):
         return next((fault for replica in self._replicas if (fault := replica.fault()) is not None), None)
 
 
+def count_engines(front: ServerConfig) -> int:
+    """Returns how many engines a unit has, on all of its machines."""
+    return front.replicas * (1 + len(parse_unit_members(front.unit_members)))
+
+
 def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineConfig, front: ServerConfig) -> RequestClient:
     """Returns a worker's client of the engines behind these transports, which know what the engines say of themselves."""
     clients = [EngineClient(transport, config) for transport in transports]
@@ -56,7 +61,8 @@ def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineC
     def make_router(model: ModelInfo) -> Router:
         return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
 
-    roles = tuple(assign_roles(front.replicas, front.prefill, front.decode))
+    num_machines = len(clients) // front.replicas
+    roles = tuple(assign_roles(front.replicas, front.prefill, front.decode)) * num_machines
     unit = ReplicaSet(clients, make_router, ClusterConfig(roles), config.block_size, avoids_slow=False)
     unit.model, unit.memory, unit.startup = clients[0].model, clients[0].memory, clients[0].startup  # needed before the start
     return unit

@@ -16,11 +16,23 @@ import msgspec
 
 SEALED: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_sealed_link`)."""
+UNREACHED: Final = f"{SEALED}:none"
+"""Where nobody is: engines of two members are not connected, and compute what one of them has."""
 NUM_DESCRIPTORS: Final = 2
 """What an engine gets of `UnitSeat`: its listener, and the socket over which it hears of the others."""
 _CONNECT: Final = b"+"
 """The message that brings a listener a connection."""
 _MESSAGE_BYTES: Final = 16
+
+
+class CarriedSocket(socket.socket):
+    """A connection with an engine of another machine: the front tells its end a secret of this connection first, and what
+    follows is sealed (`engine.kv_sealed_link`)."""
+
+    @classmethod
+    def adopt(cls, sock: socket.socket) -> CarriedSocket:
+        """Takes a socket over."""
+        return cls(fileno=sock.detach())
 
 
 class UnitSeat(msgspec.Struct, frozen=True):
@@ -91,6 +103,27 @@ class KVUnit:
 def endpoint_of(index: int) -> str:
     """Returns where the others find an engine, also after it started again."""
     return f"{SEALED}:{index}"
+
+
+def relative_endpoint(endpoint: str, target: int, num_engines: int) -> str:
+    """Returns where an engine of a unit of several machines finds another one, which is not where others find that one: each
+    machine numbers its own engines from 0, and those of others behind them.
+
+    Args:
+        endpoint: of the other one, as the unit numbers it: machine by machine, the leader's first.
+        target: which engine of the unit asks.
+        num_engines: of each machine.
+    """
+    kind, _, number = endpoint.partition(":")
+    if kind != SEALED or not number.isdigit():
+        return endpoint
+    machine, engine = divmod(int(number), num_engines)
+    own = target // num_engines
+    if machine == own:
+        return endpoint_of(engine)
+    if own == 0:
+        return endpoint
+    return endpoint_of(num_engines + engine) if machine == 0 else UNREACHED
 
 
 def _introduce(news: socket.socket, index: int, listener: socket.socket) -> None:

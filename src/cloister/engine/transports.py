@@ -22,12 +22,12 @@ from cloister.engine.channel import MessageStream
 from cloister.engine.child_process import ProcessHandle, spawn_program
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.kv_pool import KVPool, PoolSeat
-from cloister.engine.kv_unit import KVUnit, UnitSeat
+from cloister.engine.kv_unit import CarriedSocket, KVUnit, UnitSeat, relative_endpoint
 from cloister.engine.sealed_channels import open_listener
 from cloister.engine.supervision import STACKS_SIGNAL, Restarts, Supervision
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate
-from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
+from cloister.types.events import Failed, FrontMessage, KVSource, Outputs, PrefetchKV, Ready, Shutdown, Submit
 from cloister.types.logs import describe
 from cloister.types.processes import OVERWRITING, overwrites
 
@@ -393,7 +393,7 @@ class _Post:
 
 
 OpenChannel = Callable[[], Awaitable[socket.socket]]
-"""Returns a channel to an engine; raises EngineError if it does not run."""
+"""Returns a channel to an engine, a `CarriedSocket` if it is on another machine; raises EngineError if it does not run."""
 
 
 class SealedWorkerTransport(_ChannelTransport):
@@ -401,12 +401,15 @@ class SealedWorkerTransport(_ChannelTransport):
 
     Args:
         ready: the engine's description of itself from its start.
+        index: which engine of the unit it is.
+        num_engines: of each machine of the unit.
     """
 
     pid = None
 
-    def __init__(self, ready: Ready) -> None:
+    def __init__(self, ready: Ready, index: int = 0, num_engines: int = 1) -> None:
         self.ready: Ready | None = ready
+        self._index, self._num_engines = index, num_engines
         # the front watches the engine: it gets every step's event; here only another channel is opened
         self.supervision: Supervision | None = Supervision(
             restarts=Restarts(10_000, 1e9, 0.05, MAX_CHANNEL_PAUSE_S), watches=False
@@ -420,15 +423,28 @@ class SealedWorkerTransport(_ChannelTransport):
     async def open(self, config: EngineConfig) -> None:
         if self._open_channel is None:
             raise EngineError(LOST)
-        self._messages = await MessageStream.open(await self._open_channel())
+        sock = await self._open_channel()
+        if isinstance(sock, CarriedSocket):
+            from cloister.engine.carried_channel import SealedMessageStream  # only where other machines are
+
+            self._messages = await SealedMessageStream.shake_hands(sock)
+        else:
+            self._messages = await MessageStream.open(sock)
 
     def send(self, message: FrontMessage) -> None:
         if self._messages is None:
             return
         if isinstance(message, Shutdown):  # this process does not own the engine
             self._messages.close()
-        else:
-            self._messages.send(message)
+            return
+        if isinstance(message, Submit) and message.kv_source is not None:
+            message = msgspec.structs.replace(message, kv_source=self._find(message.kv_source))
+        elif isinstance(message, PrefetchKV):
+            message = msgspec.structs.replace(message, source=self._find(message.source))
+        self._messages.send(message)
+
+    def _find(self, source: KVSource) -> KVSource:
+        return KVSource(relative_endpoint(source.endpoint, self._index, self._num_engines))
 
     def kill(self) -> None:
         pass

@@ -12,12 +12,14 @@ import socket
 from collections.abc import Callable
 from typing import Final
 
+from cloister.engine.channel import wait_readable
+from cloister.engine.kv_unit import CarriedSocket
+from cloister.engine.sealed_channels import CARRIED
 from cloister.types.errors import EngineError
 
 MAX_ASKS: Final = 2048
 """Of one worker; then its socket is closed, and it has the channels that it has. Each engine that runs again may cost some."""
 ANSWER_TIMEOUT_S: Final = 10.0
-_GIVEN: Final = b"+"
 _NOT_RUNNING: Final = b"-"
 _NUMBER_BYTES: Final = 4
 NOT_RUNNING: Final = "the engine does not run at present"
@@ -28,11 +30,12 @@ class ChannelBroker:
     """The zygote's side: answers its workers. It has one thread, so nothing here waits.
 
     Args:
-        open_channel: returns a channel to an engine; raises OSError or KeyError if it does not run.
+        open_channel: returns a channel to an engine, and how it came (`sealed_channels.CONNECT` or `CARRIED`); raises OSError
+            or KeyError if it does not run.
         control: is watched too.
     """
 
-    def __init__(self, open_channel: Callable[[int], socket.socket], control: socket.socket) -> None:
+    def __init__(self, open_channel: Callable[[int], tuple[socket.socket, bytes]], control: socket.socket) -> None:
         self._open_channel = open_channel
         self._control = control
         self._selector = selectors.PollSelector()  # no object of the kernel, which forks would share
@@ -80,12 +83,12 @@ class ChannelBroker:
 
     def _reply(self, sock: socket.socket, index: int) -> None:
         try:
-            opened = self._open_channel(index)
+            opened, how = self._open_channel(index)
         except (OSError, KeyError):
             sock.send(_NOT_RUNNING)
             return
         with opened:
-            socket.send_fds(sock, [_GIVEN], [opened.fileno()])
+            socket.send_fds(sock, [how], [opened.fileno()])
 
 
 class ChannelSource:
@@ -110,7 +113,7 @@ class ChannelSource:
             try:
                 self._sock.send(str(index).encode())
                 async with asyncio.timeout(ANSWER_TIMEOUT_S):
-                    await _wait_readable(self._sock)
+                    await wait_readable(self._sock)
                 answer, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
             except OSError:  # includes a time that has run out: a late answer would be taken for the next one
                 self._sock.close()
@@ -119,14 +122,4 @@ class ChannelSource:
             raise EngineError(GONE)
         if not descriptors:
             raise EngineError(NOT_RUNNING)
-        return socket.socket(fileno=descriptors[0])
-
-
-async def _wait_readable(sock: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    is_readable = loop.create_future()
-    loop.add_reader(sock, lambda: None if is_readable.done() else is_readable.set_result(None))
-    try:
-        await is_readable
-    finally:
-        loop.remove_reader(sock)
+        return (CarriedSocket if answer == CARRIED else socket.socket)(fileno=descriptors[0])

@@ -13,7 +13,7 @@ from typing import Final
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from cloister.cluster.sealed_unit import connect_engines
+from cloister.cluster.sealed_unit import connect_engines, count_engines
 from cloister.engine import SealedWorkerTransport
 from cloister.engine.kv_unit import endpoint_of
 from cloister.models.image_processing import has_pillow, open_image_processor
@@ -43,7 +43,6 @@ from cloister.trust.sealing import (
     encode_request,
     seal_chunked_request,
 )
-from cloister.types.events import Ready
 
 _LIMIT_BYTES = 2**20
 _REHEARSED = (
@@ -155,7 +154,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         reuses_prefixes=bool(boot.engine.prefix_cache),
         sealed=True,
     )
-    unsealer, transports = RemoteUnsealer(), [SealedWorkerTransport(ready) for ready in _list_engines(boot)]
+    unsealer, transports = RemoteUnsealer(), list(_make_transports(boot))
     engine = connect_engines(transports, boot.engine, boot.server)
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)
@@ -183,11 +182,12 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close, decoder)
 
 
-def _list_engines(boot: ZygoteBoot) -> Iterator[Ready]:
-    """Yields what each engine of the node says of itself: they differ in where the others load its KV from."""
-    for index in range(boot.server.replicas):
+def _make_transports(boot: ZygoteBoot) -> Iterator[SealedWorkerTransport]:
+    """Yields a transport to each engine of the unit. What they say of themselves differs in where others load their KV from."""
+    for index in range(count_engines(boot.server)):
         endpoint = None if boot.engine.kv_transfer is None else endpoint_of(index)
-        yield msgspec.structs.replace(boot.ready, kv_endpoint=endpoint)
+        ready = msgspec.structs.replace(boot.ready, kv_endpoint=endpoint)
+        yield SealedWorkerTransport(ready, index, boot.server.replicas)
 
 
 def _make_decoder(path: Path) -> ForkedDecoder | None:

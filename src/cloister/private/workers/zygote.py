@@ -19,7 +19,7 @@ from typing import Final, Protocol
 import msgspec
 
 from cloister.engine.machine import freeze_gc_heap
-from cloister.engine.sealed_channels import CONNECT
+from cloister.engine.sealed_channels import CARRIED, CONNECT
 from cloister.private.workers.channel_broker import ChannelBroker
 from cloister.trust.hardening.landlock import confine_signals
 from cloister.trust.shape import TrafficShape
@@ -30,9 +30,9 @@ from cloister.types.logs import describe
 from cloister.types.processes import count_threads, end_with_parent, name_process
 
 MESSAGE_BYTES: Final = 1 << 20
-ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
-"""Commands to a zygote, each with a descriptor: a new engine's listener (`engine_listener`), the key service's, and an exchange
-to serve."""
+ENGINE_LISTENER, CARRIER, KEY_SERVICE_LISTENER, WORK = b"e", b"c", b"s", b"w"
+"""Commands to a zygote, each with a descriptor: the listener of a new engine, or of what carries channels to one of another
+machine (`engine_listener`), the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
 """The reply to `WORK`; a listener gets none."""
 LIFE_MARGIN_S: Final = 120
@@ -83,9 +83,9 @@ class Serving(Protocol):
 Factory = Callable[[ZygoteBoot], Serving]
 
 
-def engine_listener(index: int) -> bytes:
-    """Returns the command that brings the listener of an engine."""
-    return ENGINE_LISTENER + str(index).encode()
+def engine_listener(index: int, *, is_carried: bool = False) -> bytes:
+    """Returns the command that brings the listener of an engine, or of what carries channels to one of another machine."""
+    return (CARRIER if is_carried else ENGINE_LISTENER) + str(index).encode()
 
 
 class Zygote:
@@ -133,9 +133,12 @@ class Zygote:
             except (OSError, KeyError):
                 return
 
-    def _engine_channel(self, index: int) -> socket.socket:
-        """Returns a channel to an engine. Raises OSError or KeyError if it does not run."""
-        return self._channel(engine_listener(index), socket.SOCK_STREAM)
+    def _engine_channel(self, index: int) -> tuple[socket.socket, bytes]:
+        """Returns a channel to an engine, and how it comes. Raises OSError or KeyError if it does not run."""
+        carrier = engine_listener(index, is_carried=True)
+        if carrier in self._listeners:
+            return self._channel(carrier, socket.SOCK_STREAM), CARRIED
+        return self._channel(engine_listener(index), socket.SOCK_STREAM), CONNECT
 
     def _channel(self, listener: bytes, kind: socket.SocketKind) -> socket.socket:
         near, far = socket.socketpair(socket.AF_UNIX, kind)
