@@ -392,6 +392,10 @@ def _check_unit(server: ServerConfig) -> None:
             param="unit_members",
         )
     parse_unit_members(server.unit_members)
+    if server.unit_policy is not None and not _is_in_unit(server):
+        raise ConfigError(
+            "unit_policy is for machines of a unit; set unit_members or unit_port, or leave it out", param="unit_policy"
+        )
     if server.unit_port is not None and server.unit_port == server.port:
         raise ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
 

@@ -18,7 +18,7 @@ import msgspec
 from cloister.private.unit.membership import UnitListing, UnitSide
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.private.unsealing import Unsealer
-from cloister.trust.attestation import AttestationError, Attester
+from cloister.trust.attestation import AttestationError, AttestationPolicy, Attester
 from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence
 from cloister.trust.attestation.node import Facts, gather_facts, with_host
 from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
@@ -76,6 +76,7 @@ class Attesting:
         log_checkpoint: file with the newest witnessed checkpoint; None omits it.
         capacity: the node's weight when clients draw a node.
         member_key: file with this node's member key; None: the node is not a member, and no client draws it.
+        unit_policy: file with the operator's policy for other machines of the unit; None: none.
     """
 
     boot: AttesterBoot
@@ -83,6 +84,7 @@ class Attesting:
     log_checkpoint: str | None = None
     capacity: int = 1
     member_key: str | None = None
+    unit_policy: str | None = None
 
     @property
     def uses_hardware(self) -> bool:
@@ -98,7 +100,7 @@ class Attesting:
     @property
     def files(self) -> tuple[Path, ...]:
         """Files that the node reads. It re-reads the first two periodically, so they may be replaced."""
-        named = (self.log_checkpoint, self.boot.collateral, self.member_key)
+        named = (self.log_checkpoint, self.boot.collateral, self.member_key, self.unit_policy)
         return tuple(Path(path).expanduser() for path in named if path is not None)
 
 
@@ -120,7 +122,8 @@ def read_attesting(front: ServerConfig) -> Attesting:
     makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
     boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
     num_engines = front.replicas * (1 + len(parse_unit_members(front.unit_members)))
-    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity or num_engines, front.member_key)
+    capacity = front.node_capacity or num_engines
+    return Attesting(boot, front.release, front.log_checkpoint, capacity, front.member_key, front.unit_policy)
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:
@@ -272,15 +275,16 @@ class Announcer:
         """
         self._rehearsed = await asyncio.to_thread(self._attester.attest, b"rehearsal")
 
-    def make_verifier(self, *, gpu: bool) -> PeerVerifier:
+    def make_verifier(self, *, gpu: bool, policy: AttestationPolicy | None = None) -> PeerVerifier:
         """Returns what verifies the other machines of this node's unit, after `rehearse`.
 
         Args:
             gpu: whether GPUs have to be attested.
+            policy: what the operator accepts (`PeerVerifier`).
         """
         assert self._rehearsed is not None, "the hardware is asked at the start"
         member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
-        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key)
+        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, policy)
 
     def join(self, unit: UnitSide) -> None:
         """Has statements say what the node's unit is, from the next one on."""

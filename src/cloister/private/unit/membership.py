@@ -39,6 +39,8 @@ from cloister.types.errors import ConfigError
 MAX_UNPROVED: Final = 32
 """Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
 LAST_WORDS_S: Final = 1.0
+SAY_EVERY_S: Final = 5.0
+"""Least time between two lines about refused leaders in a member's log."""
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
 
@@ -54,7 +56,8 @@ class UnitTimes:
         ping_s: between two messages of a leader to a member, which bring news of either's evidence.
         silent_s: limit on the wait for the other side's next message; then it is lost.
         retry_s: until a leader tries a member again.
-        listed_s: a member that is lost is listed until its evidence has less than this left: it may come back at once.
+        listed_s: a member is listed while its evidence has more than this left. It renews evidence that has 15 minutes left; if
+            it is lost, it may come back until then, and if it does not renew, the node's own evidence does not end with it.
     """
 
     connect_s: float = 5.0
@@ -62,7 +65,7 @@ class UnitTimes:
     ping_s: float = 10.0
     silent_s: float = 30.0
     retry_s: float = 2.0
-    listed_s: float = 840.0
+    listed_s: float = 780.0
 
 
 @dataclass(frozen=True)
@@ -196,10 +199,7 @@ class UnitLeader:
                 group.create_task(self._keep(member))
 
     def _is_listed(self, member: _Member) -> bool:
-        if member.statement is None:
-            return False
-        left_s = member.statement.not_after - self._now()
-        return left_s > (0 if member.pair is not None else self._times.listed_s)
+        return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
         now = self._now()
@@ -208,9 +208,13 @@ class UnitLeader:
 
     def _use_members(self) -> None:
         for member in self._members:
-            if member.pair is not None and not member.is_used and self._may_use(member):
+            may_use = self._may_use(member)
+            if member.pair is not None and may_use and not member.is_used:
                 member.is_used = True
                 self._on_pair(member.pair)
+            elif member.pair is not None and member.is_used and not may_use:
+                member.is_used = False
+                self._on_lost(member.pair.id)
 
     async def _look(self, member: _Member, deadline_s: float) -> None:
         """Fetches a member's evidence for the first statement."""
@@ -374,7 +378,7 @@ class UnitPort:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._unproved: dict[asyncio.Task[None], None] = {}
         self._judging = asyncio.Lock()
-        self._last_word = ""
+        self._last_word, self._said_s = "", float("-inf")
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`: a member has none."""
@@ -427,8 +431,8 @@ class UnitPort:
                     await self._join(sock, limit)
         except UnitRefusedError as error:
             self._say(error.message)
-        except (OSError, EOFError, TimeoutError) as error:
-            self._say(_describe(error))
+        except (OSError, EOFError, TimeoutError):
+            pass  # a leader that only looked, or somebody else
         finally:
             if not is_taken:
                 sock.close()
@@ -512,10 +516,11 @@ class UnitPort:
                 self._on_leader_lost(session.pair.id)
 
     def _say(self, why: str) -> None:
-        """Logs why a leader was refused, once for each reason."""
-        if why != self._last_word:
+        """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
+        now_s = time.monotonic()
+        if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
             _logger.warning("the unit port: %s", why)
-        self._last_word = why
+            self._last_word, self._said_s = why, now_s
 
 
 def listen_for_leader(host: str, port: int) -> socket.socket:
