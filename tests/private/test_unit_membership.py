@@ -21,7 +21,6 @@ from cloister.trust.attestation import (
     AttestationError,
     AttestationPolicy,
     Evidence,
-    EvidenceError,
     SnpFloor,
     Statement,
     read_evidence,
@@ -435,15 +434,15 @@ def test_a_machine_on_the_leaders_chip_is_refused_and_one_on_another_is_not(cloc
     trusted = {**VERIFIERS, "sev-snp": SnpVerifier(platform.roots)}
     facts = replace(FACTS, launch={"sev-snp": "4d" * 48})
     leader, same, software = (
-        Machine(clock, facts, attester=SnpAttester(platform)),
-        Machine(clock, facts, attester=SnpAttester(platform)),
+        Machine(clock, facts, attester=SnpAttester(platform), policy=FLOOR),
+        Machine(clock, facts, attester=SnpAttester(platform), policy=FLOOR),
         Machine(clock, facts),
     )
 
     async def run() -> None:
         for machine in (leader, same, software):
             await machine.announcer.rehearse()
-        verifier = replace(leader.announcer.make_verifier(gpu=False, policy=FLOOR), verifiers=trusted)
+        verifier = replace(leader.announcer.make_verifier(gpu=False), verifiers=trusted)
         for member, reason in ((same, "chip"), (software, "hardware")):
             async with running_member(member):
                 with pytest.raises(UnitRefusedError) as refused:
@@ -464,7 +463,7 @@ def test_a_machine_of_another_measurement_than_the_release_names_is_refused(cloc
         async with running_member(member):
             other = {"sev-snp": "4e" * 48}
             for policy, launch, reason in ((FLOOR, other, "measurement"), (FLOOR, {}, "measurement"), (None, other, "tcb")):
-                made = replace(member.announcer.make_verifier(gpu=False, policy=policy), verifiers=trusted)
+                made = replace(member.announcer.make_verifier(gpu=False), verifiers=trusted, policy=policy)
                 with pytest.raises(UnitRefusedError) as refused:
                     replace(made, facts=replace(FACTS, launch=launch)).judge_member(member.document, clock.now)
                 assert refused.value.reason == reason, refused.value.message
@@ -582,14 +581,14 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
     asyncio.run(run())
 
 
-def test_members_whose_evidence_does_not_fit_keep_the_node_from_stating_anything(clock: Clock):
+def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: Clock):
     leader, members = Machine(clock), [Machine(clock, attester=BigAttester()) for _ in range(4)]
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
             for member in members:
                 await stack.enter_async_context(running_member(member))
-            with pytest.raises(EvidenceError, match="bytes; at most"):
+            with pytest.raises(UnitRefusedError, match="name fewer members"):
                 async with running_leader(leader, [member.port for member in members]):
                     raise AssertionError("it started")
             assert leader.announcer.evidence() is None

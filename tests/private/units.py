@@ -77,13 +77,20 @@ class Machine:
     """
 
     def __init__(
-        self, clock: Clock, facts: Facts = FACTS, hardening: Mapping[str, str] = HARDENING, attester: Attester | None = None
+        self,
+        clock: Clock,
+        facts: Facts = FACTS,
+        hardening: Mapping[str, str] = HARDENING,
+        attester: Attester | None = None,
+        policy: AttestationPolicy | None = None,
     ) -> None:
         self.clock = clock
         self.key = UnitKey()
         ring = KeyRing(clock.now)
         unsealer = LocalUnsealer(Receiver(ring, ReplayCache(NODE_KEY_LIFE_S)), clock)
-        self.announcer = Announcer(unsealer, attester or SoftwareAttester(), facts, clock.now, lambda: hardening, now=clock)
+        self.announcer = Announcer(
+            unsealer, attester or SoftwareAttester(), facts, clock.now, lambda: hardening, now=clock, unit_policy=policy
+        )
         self.pairs: dict[bytes, Pair] = {}
         self.lost: list[bytes] = []
         self.carried: list[bytes] = []

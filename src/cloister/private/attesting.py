@@ -21,6 +21,7 @@ from cloister.private.unsealing import Unsealer
 from cloister.trust.attestation import AttestationError, AttestationPolicy, Attester
 from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence
 from cloister.trust.attestation.node import Facts, gather_facts, with_host
+from cloister.trust.attestation.policy_file import read_policy
 from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.tsm import TdxAttester
@@ -169,7 +170,7 @@ async def open_announcer(
 
     Raises:
         AttestationError: the measurement differs from the release, or the hardware cannot attest; the message says why.
-        ConfigError: the member's key cannot be read, or other users can.
+        ConfigError: the member's key cannot be read, or other users can; or the unit's policy cannot be read.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
     facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
@@ -182,6 +183,7 @@ async def open_announcer(
         started_s,
         hardening,
         lambda: read_checkpoint(attesting.log_checkpoint),
+        unit_policy=None if attesting.unit_policy is None else read_policy(Path(attesting.unit_policy)),
     )
     try:
         await announcer.rehearse()
@@ -236,6 +238,7 @@ class Announcer:
         started_s: earliest time at which the first key can have been created, Unix seconds.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
         now: returns Unix seconds.
+        unit_policy: what the operator accepts of other machines of the unit (`PeerVerifier`).
     """
 
     def __init__(
@@ -247,8 +250,10 @@ class Announcer:
         hardening: Callable[[], Mapping[str, str]],
         read_checkpoint: Callable[[], str] = lambda: "",
         now: Callable[[], float] = time.time,
+        unit_policy: AttestationPolicy | None = None,
     ) -> None:
         self._unsealer = unsealer
+        self._unit_policy = unit_policy
         self._attester = attester
         self._facts = facts
         self._hardening = hardening
@@ -275,16 +280,15 @@ class Announcer:
         """
         self._rehearsed = await asyncio.to_thread(self._attester.attest, b"rehearsal")
 
-    def make_verifier(self, *, gpu: bool, policy: AttestationPolicy | None = None) -> PeerVerifier:
+    def make_verifier(self, *, gpu: bool) -> PeerVerifier:
         """Returns what verifies the other machines of this node's unit, after `rehearse`.
 
         Args:
             gpu: whether GPUs have to be attested.
-            policy: what the operator accepts (`PeerVerifier`).
         """
         assert self._rehearsed is not None, "the hardware is asked at the start"
         member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
-        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, policy)
+        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
 
     def join(self, unit: UnitSide) -> None:
         """Has statements say what the node's unit is, from the next one on."""

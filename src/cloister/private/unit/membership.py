@@ -34,6 +34,7 @@ from cloister.private.unit.pairing import (
 )
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import Statement, read_evidence, read_statement
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.types.errors import ConfigError
 
 MAX_UNPROVED: Final = 32
@@ -173,9 +174,11 @@ class UnitLeader:
             deadline_s: on the clock of `time.monotonic`.
 
         Raises:
-            UnitRefusedError: the evidence of one is refused, or it does not answer in time.
+            UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
+                clients read.
         """
         await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
+        self._check_size()
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`."""
@@ -197,6 +200,19 @@ class UnitLeader:
         async with asyncio.TaskGroup() as group:
             for member in self._members:
                 group.create_task(self._keep(member))
+
+    def _check_size(self) -> None:
+        """Refuses members whose evidence does not fit into this node's, where it is in base64. Statements of one configuration
+        have one length."""
+        statements = [read_evidence(member.document).statement for member in self._members]
+        parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
+        size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
+        if size > MAX_EVIDENCE_BYTES:
+            raise UnitRefusedError(
+                "size",
+                f"the evidence of this node and its {len(self._members)} members has {size} bytes, and clients read at most "
+                f"{MAX_EVIDENCE_BYTES}; name fewer members in --unit-members",
+            )
 
     def _is_listed(self, member: _Member) -> bool:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s

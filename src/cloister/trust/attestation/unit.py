@@ -131,8 +131,8 @@ def check_unit(findings: Findings, statement: Statement) -> None:
     findings.check(
         "unit",
         settings.get("router") == DRAWN,
-        f"the node is one unit of {_count(num_engines)}{_describe_machines(statement)}{_describe_roles(settings)}, each of them "
-        "measured; an engine is drawn by capacity, and nothing that others send decides",
+        f"the node is one unit of {_count(num_engines)}{_describe_machines(statement)}{_describe_roles(settings)}, each of "
+        "them measured; an engine is drawn by capacity, and nothing that others send decides",
         f"inside the node, requests are divided by {_show(settings.get('router'))}, which can be steered",
     )
 
