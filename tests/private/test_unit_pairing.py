@@ -31,6 +31,7 @@ def pair(
     leader, member = LeaderHandshake(leader_key), MemberHandshake(member_key, MEMBERS)
     offer = member.offer(change(0, leader.hello))  # type: ignore[operator]
     leader.read_offer(change(1, offer))  # type: ignore[operator]
+    leader.check_offer((known or member_key).public)
     claim = leader.claim((known or member_key).public, 3, LEADERS)
     index, evidence = member.read_claim(change(2, claim))  # type: ignore[operator]
     answer, of_member = member.accept(leader_key.public)
@@ -135,6 +136,24 @@ def test_a_thief_of_one_key_is_not_believed_to_be_the_other_side(keys: tuple[Uni
     member.read_claim(pretended.claim(other.public, 1, LEADERS))
     with pytest.raises(UnitRefusedError, match="does not prove"):
         member.accept(keys[0].public)
+
+
+def test_a_leader_believes_no_offer_of_somebody_who_has_a_members_evidence_only(keys: tuple[UnitKey, UnitKey]):
+    """So it lists none: else a machine that is not there any more would stand in its statement for an hour."""
+    leader, member = LeaderHandshake(keys[0]), MemberHandshake(keys[1], MEMBERS)
+    offer = member.offer(leader.hello)
+    leader.read_offer(offer)
+    leader.check_offer(keys[1].public)
+    later = LeaderHandshake(keys[0])
+    later.read_offer(offer)
+    with pytest.raises(UnitRefusedError, match="does not prove"):
+        later.check_offer(keys[1].public)
+    leader.read_offer(MemberHandshake(UnitKey(), MEMBERS).offer(leader.hello))
+    with pytest.raises(UnitRefusedError, match="does not prove"):
+        leader.check_offer(keys[1].public)
+    leader.read_offer(offer.replace(MEMBERS, b"older " + MEMBERS))
+    with pytest.raises(UnitRefusedError, match="does not prove"):
+        leader.check_offer(keys[1].public)
 
 
 @pytest.mark.parametrize("public", [bytes(32), b"\x01" + bytes(31)])

@@ -285,10 +285,15 @@ class Announcer:
 
         Args:
             gpu: whether GPUs have to be attested.
+
+        Raises:
+            AttestationError: evidence of this kind cannot be verified here, as a library is missing.
         """
         assert self._rehearsed is not None, "the hardware is asked at the start"
         member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
-        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
+        verifier = PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
+        verifier.load_libraries(self._now())
+        return verifier
 
     def join(self, unit: UnitSide) -> None:
         """Has statements say what the node's unit is, from the next one on."""

@@ -34,6 +34,7 @@ from cloister.private.unit.pairing import (
 )
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import Statement, read_evidence, read_statement
+from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.types.errors import ConfigError
 
@@ -111,6 +112,7 @@ class _Member:
         document, statement: its verified evidence; None before.
         pair: while both have proved themselves on a connection that lives.
         is_used: whether its engines were handed to workers.
+        is_withdrawn: whether they were, and are not any more: the connection ends, and the next one has a pair of its own.
     """
 
     index: int
@@ -119,6 +121,7 @@ class _Member:
     statement: Statement | None = None
     pair: Pair | None = None
     is_used: bool = False
+    is_withdrawn: bool = False
     last_word: str = ""
 
     @property
@@ -190,8 +193,8 @@ class UnitLeader:
         """See `UnitSide.take_evidence`."""
         statement = read_statement(read_evidence(document).statement)
         self._document = document
-        now = self._now()
-        self._stated = [one for one in self._stated if one.ends_s > now]
+        ended_s = self._now() - MAX_CLOCK_SKEW_S
+        self._stated = [one for one in self._stated if one.ends_s > ended_s]
         self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
         self._use_members()
 
@@ -218,18 +221,18 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        now = self._now()
-        valid = [one.members for one in self._stated if one.ends_s > now]
+        ended_s = self._now() - MAX_CLOCK_SKEW_S  # on the clocks of all clients
+        valid = [one.members for one in self._stated if one.ends_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
     def _use_members(self) -> None:
         for member in self._members:
             may_use = self._may_use(member)
-            if member.pair is not None and may_use and not member.is_used:
+            if member.pair is not None and may_use and not member.is_used and not member.is_withdrawn:
                 member.is_used = True
                 self._on_pair(member.pair)
             elif member.pair is not None and member.is_used and not may_use:
-                member.is_used = False
+                member.is_used, member.is_withdrawn = False, True
                 self._on_lost(member.pair.id)
 
     async def _look(self, member: _Member, deadline_s: float) -> None:
@@ -298,14 +301,14 @@ class UnitLeader:
                 await writer.drain()
                 document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
             if document:
-                await self._take(member, document, member.statement.unit_key)
-            if member.statement.not_after <= self._now():
-                raise UnitRefusedError("expiry", "the member is dropped: its evidence has ended, and it has shown no other")
+                await self._renew(member, document)
+            if member.is_withdrawn or member.statement.not_after <= self._now():
+                raise UnitRefusedError("expiry", "the member is dropped: it does not renew its evidence; its log says why")
             await asyncio.sleep(self._times.ping_s)
 
     def _drop(self, member: _Member) -> None:
         pair, member.pair = member.pair, None
-        was_used, member.is_used = member.is_used, False
+        was_used, member.is_used, member.is_withdrawn = member.is_used, False, False
         if pair is not None and was_used:
             self._on_lost(pair.id)
 
@@ -321,21 +324,22 @@ class UnitLeader:
         """Exchanges hello and offer, and takes the member's evidence; returns its statement."""
         writer.write(_frame(handshake.hello))
         document = handshake.read_offer(await _read_frame(reader, MAX_FRAME_BYTES))
-        return await self._take(member, document)
-
-    async def _take(self, member: _Member, document: bytes, unit_key: bytes = b"") -> Statement:
-        """Verifies a member's evidence, and keeps it.
-
-        Args:
-            unit_key: the key that it has to name; empty: any.
-        """
         statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
-        if unit_key and statement.unit_key != unit_key:
+        handshake.check_offer(statement.unit_key)
+        self._take(member, document, statement)
+        return statement
+
+    async def _renew(self, member: _Member, document: bytes) -> None:
+        """Verifies new evidence of a member that has proved itself."""
+        statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
+        if digest_of(statement.unit_key) != member.digest:
             raise UnitRefusedError("handshake", "the member is dropped: its new evidence names another key")
+        self._take(member, document, statement)
+
+    def _take(self, member: _Member, document: bytes, statement: Statement) -> None:
         if any(other.digest == digest_of(statement.unit_key) for other in self._members if other is not member):
             raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
         member.document, member.statement = document, statement
-        return statement
 
     def _say(self, member: _Member, why: str) -> None:
         """Logs why a member is not used, once for each reason."""

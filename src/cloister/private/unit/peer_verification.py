@@ -20,6 +20,7 @@ from cloister.trust.attestation import (
     read_statement,
 )
 from cloister.trust.attestation.node import Facts
+from cloister.trust.attestation.nvidia import GpuVerifier
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.verify import HOST, VERIFIERS, name_chips, verify_evidence
 from cloister.trust.transparency.membership import is_signed_by
@@ -65,6 +66,17 @@ class PeerVerifier:
     member_key: PublicKey | None = None
     policy: AttestationPolicy | None = None
     verifiers: Mapping[str, Verifier] = field(default_factory=lambda: VERIFIERS)
+
+    def load_libraries(self, now: float) -> None:
+        """Does once what verifications do: libraries import parts of themselves at first use, and the front of a sealed node
+        may import nothing once it is locked down.
+
+        Raises:
+            AttestationError: a library is missing; the message says which.
+        """
+        if self.own.kind in self.verifiers:
+            self.verifiers[self.own.kind].verify(self.own, self._policy(), now)
+        GpuVerifier().verify(self.own, self._policy(), now)
 
     def judge_member(self, document: bytes, now: float) -> Statement:
         """Returns the statement of a node that may be a member.
