@@ -116,7 +116,7 @@ def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str,
     read = {node_id: list_machines(read_evidence(evidence[node_id])) for node_id, found in findings.items() if found.accepted}
     num_on_hardware = sum(_is_on_hardware(one) for machines in read.values() for one in machines)
     # evidence that no chip signed identifies none
-    chips = {node_id: [name for one in machines for name in _name_machine(one)] for node_id, machines in read.items()}
+    chips = {node_id: [name for one in machines for name in name_chips(one)] for node_id, machines in read.items()}
 
     def is_masked(node_id: str) -> bool:
         return any(_is_on_hardware(one) and name_processor(one) is None for one in read[node_id])
@@ -137,13 +137,6 @@ def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str,
 
 def _is_on_hardware(evidence: Evidence) -> bool:
     return evidence.kind != SoftwareVerifier.kind
-
-
-def _name_machine(evidence: Evidence) -> frozenset[str]:
-    """Returns the names of a machine's chips, and of its unit key: a machine serves one node of an epoch, also where no chip
-    says which it is."""
-    key = read_statement(evidence.statement).unit_key
-    return name_chips(evidence) | ({f"unit key {key.hex()}"} if key else frozenset())
 
 
 def _check_member(findings: Findings, node: NodeEntry, machines: Sequence[Evidence], membership: Membership) -> None:

@@ -311,7 +311,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         )
     if server.idle_keeps == "weights" and server.fork_server is False:
         raise ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
-    if server.router is not None and server.replicas == 1:
+    if server.router is not None and server.replicas == 1 and not (server.sealed and _is_in_unit(server)):
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
     if server.slow_replicas is not None and server.replicas == 1:
         raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
@@ -392,6 +392,10 @@ def _check_unit(server: ServerConfig) -> None:
             param="unit_members",
         )
     parse_unit_members(server.unit_members)
+    if server.unit_policy is not None and not _is_in_unit(server):
+        raise ConfigError(
+            "unit_policy is for machines of a unit; set unit_members or unit_port, or leave it out", param="unit_policy"
+        )
     if server.unit_port is not None and server.unit_port == server.port:
         raise ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
 

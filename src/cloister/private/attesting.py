@@ -18,9 +18,10 @@ import msgspec
 from cloister.private.unit.membership import UnitListing, UnitSide
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.private.unsealing import Unsealer
-from cloister.trust.attestation import AttestationError, Attester
+from cloister.trust.attestation import AttestationError, AttestationPolicy, Attester
 from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence
 from cloister.trust.attestation.node import Facts, gather_facts, with_host
+from cloister.trust.attestation.policy_file import read_policy
 from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.tsm import TdxAttester
@@ -76,6 +77,7 @@ class Attesting:
         log_checkpoint: file with the newest witnessed checkpoint; None omits it.
         capacity: the node's weight when clients draw a node.
         member_key: file with this node's member key; None: the node is not a member, and no client draws it.
+        unit_policy: file with the operator's policy for other machines of the unit; None: none.
     """
 
     boot: AttesterBoot
@@ -83,6 +85,7 @@ class Attesting:
     log_checkpoint: str | None = None
     capacity: int = 1
     member_key: str | None = None
+    unit_policy: str | None = None
 
     @property
     def uses_hardware(self) -> bool:
@@ -98,7 +101,7 @@ class Attesting:
     @property
     def files(self) -> tuple[Path, ...]:
         """Files that the node reads. It re-reads the first two periodically, so they may be replaced."""
-        named = (self.log_checkpoint, self.boot.collateral, self.member_key)
+        named = (self.log_checkpoint, self.boot.collateral, self.member_key, self.unit_policy)
         return tuple(Path(path).expanduser() for path in named if path is not None)
 
 
@@ -120,7 +123,8 @@ def read_attesting(front: ServerConfig) -> Attesting:
     makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
     boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
     num_engines = front.replicas * (1 + len(parse_unit_members(front.unit_members)))
-    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity or num_engines, front.member_key)
+    capacity = front.node_capacity or num_engines
+    return Attesting(boot, front.release, front.log_checkpoint, capacity, front.member_key, front.unit_policy)
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:
@@ -166,7 +170,7 @@ async def open_announcer(
 
     Raises:
         AttestationError: the measurement differs from the release, or the hardware cannot attest; the message says why.
-        ConfigError: the member's key cannot be read, or other users can.
+        ConfigError: the member's key cannot be read, or other users can; or the unit's policy cannot be read.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
     facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
@@ -179,6 +183,7 @@ async def open_announcer(
         started_s,
         hardening,
         lambda: read_checkpoint(attesting.log_checkpoint),
+        unit_policy=None if attesting.unit_policy is None else read_policy(Path(attesting.unit_policy)),
     )
     try:
         await announcer.rehearse()
@@ -233,6 +238,7 @@ class Announcer:
         started_s: earliest time at which the first key can have been created, Unix seconds.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
         now: returns Unix seconds.
+        unit_policy: what the operator accepts of other machines of the unit (`PeerVerifier`).
     """
 
     def __init__(
@@ -244,8 +250,10 @@ class Announcer:
         hardening: Callable[[], Mapping[str, str]],
         read_checkpoint: Callable[[], str] = lambda: "",
         now: Callable[[], float] = time.time,
+        unit_policy: AttestationPolicy | None = None,
     ) -> None:
         self._unsealer = unsealer
+        self._unit_policy = unit_policy
         self._attester = attester
         self._facts = facts
         self._hardening = hardening
@@ -277,10 +285,15 @@ class Announcer:
 
         Args:
             gpu: whether GPUs have to be attested.
+
+        Raises:
+            AttestationError: evidence of this kind cannot be verified here, as a library is missing.
         """
         assert self._rehearsed is not None, "the hardware is asked at the start"
         member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
-        return PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key)
+        verifier = PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
+        verifier.load_libraries(self._now())
+        return verifier
 
     def join(self, unit: UnitSide) -> None:
         """Has statements say what the node's unit is, from the next one on."""

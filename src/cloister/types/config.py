@@ -394,6 +394,11 @@ class ServerConfig:
         low=1,
         high=65535,
     )
+    unit_policy: str | None = setting(
+        None,
+        "File with what machines of a unit accept of each other's hardware (JSON, as a client's policy): firmware, providers;"
+        " that they run the same is never left to it.",
+    )
     keep_responses: bool | None = setting(
         None,
         "Keep conversations of `/v1/responses` in memory for an hour; unset, the profile's default.",
@@ -425,6 +430,7 @@ ATTESTING: Final = (
     "node_capacity",
     "unit_members",
     "unit_port",
+    "unit_policy",
 )
 """Settings of `ServerConfig` that only a sealed node uses."""
 

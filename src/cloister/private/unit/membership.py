@@ -34,11 +34,15 @@ from cloister.private.unit.pairing import (
 )
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import Statement, read_evidence, read_statement
+from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
 from cloister.types.errors import ConfigError
 
 MAX_UNPROVED: Final = 32
 """Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
 LAST_WORDS_S: Final = 1.0
+SAY_EVERY_S: Final = 5.0
+"""Least time between two lines about refused leaders in a member's log."""
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
 
@@ -54,7 +58,8 @@ class UnitTimes:
         ping_s: between two messages of a leader to a member, which bring news of either's evidence.
         silent_s: limit on the wait for the other side's next message; then it is lost.
         retry_s: until a leader tries a member again.
-        listed_s: a member that is lost is listed until its evidence has less than this left: it may come back at once.
+        listed_s: a member is listed while its evidence has more than this left. It renews evidence that has 15 minutes left; if
+            it is lost, it may come back until then, and if it does not renew, the node's own evidence does not end with it.
     """
 
     connect_s: float = 5.0
@@ -62,7 +67,7 @@ class UnitTimes:
     ping_s: float = 10.0
     silent_s: float = 30.0
     retry_s: float = 2.0
-    listed_s: float = 840.0
+    listed_s: float = 780.0
 
 
 @dataclass(frozen=True)
@@ -107,6 +112,7 @@ class _Member:
         document, statement: its verified evidence; None before.
         pair: while both have proved themselves on a connection that lives.
         is_used: whether its engines were handed to workers.
+        is_withdrawn: whether they were, and are not any more: the connection ends, and the next one has a pair of its own.
     """
 
     index: int
@@ -115,6 +121,7 @@ class _Member:
     statement: Statement | None = None
     pair: Pair | None = None
     is_used: bool = False
+    is_withdrawn: bool = False
     last_word: str = ""
 
     @property
@@ -170,9 +177,11 @@ class UnitLeader:
             deadline_s: on the clock of `time.monotonic`.
 
         Raises:
-            UnitRefusedError: the evidence of one is refused, or it does not answer in time.
+            UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
+                clients read.
         """
         await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
+        self._check_size()
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`."""
@@ -184,8 +193,8 @@ class UnitLeader:
         """See `UnitSide.take_evidence`."""
         statement = read_statement(read_evidence(document).statement)
         self._document = document
-        now = self._now()
-        self._stated = [one for one in self._stated if one.ends_s > now]
+        ended_s = self._now() - MAX_CLOCK_SKEW_S
+        self._stated = [one for one in self._stated if one.ends_s > ended_s]
         self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
         self._use_members()
 
@@ -195,22 +204,36 @@ class UnitLeader:
             for member in self._members:
                 group.create_task(self._keep(member))
 
+    def _check_size(self) -> None:
+        """Refuses members whose evidence does not fit into this node's, where it is in base64. Statements of one configuration
+        have one length."""
+        statements = [read_evidence(member.document).statement for member in self._members]
+        parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
+        size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
+        if size > MAX_EVIDENCE_BYTES:
+            raise UnitRefusedError(
+                "size",
+                f"the evidence of this node and its {len(self._members)} members has {size} bytes, and clients read at most "
+                f"{MAX_EVIDENCE_BYTES}; name fewer members in --unit-members",
+            )
+
     def _is_listed(self, member: _Member) -> bool:
-        if member.statement is None:
-            return False
-        left_s = member.statement.not_after - self._now()
-        return left_s > (0 if member.pair is not None else self._times.listed_s)
+        return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        now = self._now()
-        valid = [one.members for one in self._stated if one.ends_s > now]
+        ended_s = self._now() - MAX_CLOCK_SKEW_S  # on the clocks of all clients
+        valid = [one.members for one in self._stated if one.ends_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
     def _use_members(self) -> None:
         for member in self._members:
-            if member.pair is not None and not member.is_used and self._may_use(member):
+            may_use = self._may_use(member)
+            if member.pair is not None and may_use and not member.is_used and not member.is_withdrawn:
                 member.is_used = True
                 self._on_pair(member.pair)
+            elif member.pair is not None and member.is_used and not may_use:
+                member.is_used, member.is_withdrawn = False, True
+                self._on_lost(member.pair.id)
 
     async def _look(self, member: _Member, deadline_s: float) -> None:
         """Fetches a member's evidence for the first statement."""
@@ -278,14 +301,14 @@ class UnitLeader:
                 await writer.drain()
                 document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
             if document:
-                await self._take(member, document, member.statement.unit_key)
-            if member.statement.not_after <= self._now():
-                raise UnitRefusedError("expiry", "the member is dropped: its evidence has ended, and it has shown no other")
+                await self._renew(member, document)
+            if member.is_withdrawn or member.statement.not_after <= self._now():
+                raise UnitRefusedError("expiry", "the member is dropped: it does not renew its evidence; its log says why")
             await asyncio.sleep(self._times.ping_s)
 
     def _drop(self, member: _Member) -> None:
         pair, member.pair = member.pair, None
-        was_used, member.is_used = member.is_used, False
+        was_used, member.is_used, member.is_withdrawn = member.is_used, False, False
         if pair is not None and was_used:
             self._on_lost(pair.id)
 
@@ -301,21 +324,22 @@ class UnitLeader:
         """Exchanges hello and offer, and takes the member's evidence; returns its statement."""
         writer.write(_frame(handshake.hello))
         document = handshake.read_offer(await _read_frame(reader, MAX_FRAME_BYTES))
-        return await self._take(member, document)
-
-    async def _take(self, member: _Member, document: bytes, unit_key: bytes = b"") -> Statement:
-        """Verifies a member's evidence, and keeps it.
-
-        Args:
-            unit_key: the key that it has to name; empty: any.
-        """
         statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
-        if unit_key and statement.unit_key != unit_key:
+        handshake.check_offer(statement.unit_key)
+        self._take(member, document, statement)
+        return statement
+
+    async def _renew(self, member: _Member, document: bytes) -> None:
+        """Verifies new evidence of a member that has proved itself."""
+        statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
+        if digest_of(statement.unit_key) != member.digest:
             raise UnitRefusedError("handshake", "the member is dropped: its new evidence names another key")
+        self._take(member, document, statement)
+
+    def _take(self, member: _Member, document: bytes, statement: Statement) -> None:
         if any(other.digest == digest_of(statement.unit_key) for other in self._members if other is not member):
             raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
         member.document, member.statement = document, statement
-        return statement
 
     def _say(self, member: _Member, why: str) -> None:
         """Logs why a member is not used, once for each reason."""
@@ -374,7 +398,7 @@ class UnitPort:
         self._tasks: dict[asyncio.Task[None], None] = {}
         self._unproved: dict[asyncio.Task[None], None] = {}
         self._judging = asyncio.Lock()
-        self._last_word = ""
+        self._last_word, self._said_s = "", float("-inf")
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`: a member has none."""
@@ -427,8 +451,8 @@ class UnitPort:
                     await self._join(sock, limit)
         except UnitRefusedError as error:
             self._say(error.message)
-        except (OSError, EOFError, TimeoutError) as error:
-            self._say(_describe(error))
+        except (OSError, EOFError, TimeoutError):
+            pass  # a leader that only looked, or somebody else
         finally:
             if not is_taken:
                 sock.close()
@@ -512,10 +536,11 @@ class UnitPort:
                 self._on_leader_lost(session.pair.id)
 
     def _say(self, why: str) -> None:
-        """Logs why a leader was refused, once for each reason."""
-        if why != self._last_word:
+        """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
+        now_s = time.monotonic()
+        if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
             _logger.warning("the unit port: %s", why)
-        self._last_word = why
+            self._last_word, self._said_s = why, now_s
 
 
 def listen_for_leader(host: str, port: int) -> socket.socket:

@@ -2,7 +2,7 @@
 secret. Pure: bytes in, bytes out; whose evidence is good enough is judged elsewhere (`peer_verification`).
 
     leader -> member   hello: an ephemeral X25519 key, and an ephemeral key of the best KEM
-    member -> leader   offer: an ephemeral X25519 key, a secret encapsulated to the leader's KEM key, the member's evidence
+    member -> leader   offer: an ephemeral X25519 key, a secret encapsulated to the leader's KEM key, a proof, its evidence
     leader -> member   claim: which member this is, a proof (MAC), the leader's evidence
     member -> leader   a proof, or a refusal with its reason
 
@@ -10,11 +10,13 @@ A unit key is an X25519 key (RFC 7748) that a node draws at its start and that i
 5869) from four agreements, of ephemeral and static keys with each other, as in the Noise Protocol Framework's KK pattern, and
 from the KEM's secret, so that a quantum computer that opens X25519 opens no recorded pairing. Salted with the digest of what
 either side said, evidence included: if one byte of it was changed on the way, neither proof holds. A side proves only with its
-own label, so a proof that is sent back proves nothing.
+own label, so a proof that is sent back proves nothing. The offer's proof depends on the leader's ephemeral key: so a leader
+lists no member that is not there, whose evidence somebody else shows.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import hmac
 import struct
@@ -24,6 +26,7 @@ from typing import Final
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric.x25519 import X25519PrivateKey, X25519PublicKey
+from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
@@ -51,6 +54,10 @@ _NONCE: Final = struct.Struct(">IQ")
 _ACCEPTED: Final = b"+"
 _REFUSED: Final = b"-"
 _MAX_REASON: Final = 600
+_NO_PROOF: Final = (
+    "the {} does not prove that it holds the key of its evidence: somebody shows old evidence, or changes what is sent between "
+    "the two"
+)
 
 
 class UnitRefusedError(CloisterError):
@@ -106,6 +113,7 @@ class UnitKey:
         public = self.memory.use(self._number, lambda key: _private(key).public_key().public_bytes_raw())
         assert public is not None, "it was drawn just now"
         self.public: bytes = public
+        _load_ciphers()
 
     @property
     def digest(self) -> str:
@@ -201,10 +209,28 @@ class LeaderHandshake:
         """
         if offer[:1] == _REFUSED:
             raise UnitRefusedError(REFUSED, f"the member refuses: {_read_reason(offer)}")
-        if offer[:1] != _ACCEPTED or len(offer) <= 1 + UNIT_KEY_BYTES + self._kem.enc_bytes:
+        if offer[:1] != _ACCEPTED or len(offer) <= self._proof_at + _MAC_BYTES:
             raise UnitRefusedError("handshake", "what answers there is no member of a unit; name the --unit-port of one")
         self._offer = offer
-        return offer[1 + UNIT_KEY_BYTES + self._kem.enc_bytes :]
+        return offer[self._proof_at + _MAC_BYTES :]
+
+    def check_offer(self, member_key: bytes) -> None:
+        """Checks that who made the offer holds the key of the evidence in it, now.
+
+        Args:
+            member_key: as the member's verified statement says.
+
+        Raises:
+            UnitRefusedError: it does not.
+        """
+        head, evidence = self._offer[: self._proof_at], self._offer[self._proof_at + _MAC_BYTES :]
+        proof = _prove_offer(_exchange(self._ephemeral, member_key), self.hello, head, evidence)
+        if not hmac.compare_digest(proof, self._offer[self._proof_at : self._proof_at + _MAC_BYTES]):
+            raise UnitRefusedError("handshake", _NO_PROOF.format("member"))
+
+    @property
+    def _proof_at(self) -> int:
+        return 1 + UNIT_KEY_BYTES + self._kem.enc_bytes
 
     def claim(self, member_key: bytes, index: int, evidence: bytes) -> bytes:
         """Returns the claim to be the leader of the member with this unit key.
@@ -218,7 +244,7 @@ class LeaderHandshake:
             UnitRefusedError: a key is none that anybody can have drawn.
         """
         theirs = self._offer[1 : 1 + UNIT_KEY_BYTES]
-        enc = self._offer[1 + UNIT_KEY_BYTES : 1 + UNIT_KEY_BYTES + self._kem.enc_bytes]
+        enc = self._offer[1 + UNIT_KEY_BYTES : self._proof_at]
         if hmac.compare_digest(member_key, self._key.public):
             raise UnitRefusedError("handshake", "the member shows this node's own key; name another node")
         try:
@@ -246,11 +272,7 @@ class LeaderHandshake:
         if answer[:1] == _REFUSED:
             raise UnitRefusedError(REFUSED, f"the member refuses: {_read_reason(answer)}")
         if not hmac.compare_digest(answer, _ACCEPTED + self._secrets.member_proof):
-            raise UnitRefusedError(
-                "handshake",
-                "the member does not prove that it holds the key of its evidence: somebody shows old evidence, or changes what "
-                "is sent between the two",
-            )
+            raise UnitRefusedError("handshake", _NO_PROOF.format("member"))
         return self._secrets.agreed
 
 
@@ -291,7 +313,9 @@ class MemberHandshake:
         except ValueError:
             raise _bad_key() from None
         self._hello = hello
-        self._offer = _ACCEPTED + self._ephemeral.public_key().public_bytes_raw() + enc + self._evidence
+        theirs = hello[len(_MAGIC) : len(_MAGIC) + UNIT_KEY_BYTES]
+        offered = _ACCEPTED + self._ephemeral.public_key().public_bytes_raw() + enc
+        self._offer = offered + _prove_offer(self._key.agree(theirs), hello, offered, self._evidence) + self._evidence
         return self._offer
 
     def read_claim(self, claim: bytes) -> tuple[int, bytes]:
@@ -328,12 +352,22 @@ class MemberHandshake:
         said = _Said(self._hello, self._offer, self._index, self._leader_evidence, leader_key, self._key.public)
         secrets = _Secrets(agreements, said)
         if not hmac.compare_digest(self._proof, secrets.leader_proof):
-            raise UnitRefusedError(
-                "handshake",
-                "the leader does not prove that it holds the key of its evidence: somebody shows old evidence, or changes what "
-                "is sent between the two",
-            )
+            raise UnitRefusedError("handshake", _NO_PROOF.format("leader"))
         return _ACCEPTED + secrets.member_proof, secrets.agreed
+
+
+def _load_ciphers() -> None:
+    """Does once what pairings do: the libraries import parts of themselves at first use, and the front of a sealed node may
+    import nothing once it is locked down."""
+    private = X25519PrivateKey.generate()
+    agreed = _exchange(private, private.public_key().public_bytes_raw())
+    for kem in KEMS:
+        key = kem.generate()
+        _, enc = kem.encapsulate(key.public_bytes())
+        agreed += key.decapsulate(enc)
+    cipher = AESGCM(HKDF(hashes.SHA256(), KEY_BYTES, b"salt", _LABEL).derive(agreed))
+    with contextlib.suppress(InvalidTag):
+        cipher.decrypt(_NONCE.pack(0, 1), cipher.encrypt(_NONCE.pack(0, 0), b"", b""), b"")
 
 
 def encode_refusal(message: str) -> bytes:
@@ -380,6 +414,12 @@ class SealedRecords:
         """Wipes the keys."""
         self._memory.forget(self._own)
         self._memory.forget(self._theirs)
+
+
+def _prove_offer(agreed: bytes, hello: bytes, offered: bytes, evidence: bytes) -> bytes:
+    digest = hashlib.sha256(b"".join(hashlib.sha256(part).digest() for part in (hello, offered, evidence))).digest()
+    key = HKDF(hashes.SHA256(), _MAC_BYTES, digest, _LABEL + b" offer").derive(agreed)
+    return hmac.digest(key, b"offer" + digest, "sha256")
 
 
 def _private(key: memoryview) -> X25519PrivateKey:

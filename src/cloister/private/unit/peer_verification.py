@@ -4,7 +4,7 @@ this node states about itself. Pure but for libraries; time is an argument."""
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final
 
 from cloister.private.unit.pairing import UnitRefusedError, digest_of
@@ -20,6 +20,7 @@ from cloister.trust.attestation import (
     read_statement,
 )
 from cloister.trust.attestation.node import Facts
+from cloister.trust.attestation.nvidia import GpuVerifier
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.verify import HOST, VERIFIERS, name_chips, verify_evidence
 from cloister.trust.transparency.membership import is_signed_by
@@ -37,6 +38,7 @@ _REMEDIES: Final[Mapping[str, str]] = {
     "configuration": f"{_SAME} with the same settings",
     "hardening": f"{_SAME} on machines that put the same measures in force (cloister doctor)",
     "gpu": f"{_SAME} with the same --attest-gpus",
+    "tcb": "say in --unit-policy what is accepted",
 }
 """What the operator can do, by the step that failed."""
 
@@ -52,6 +54,8 @@ class PeerVerifier:
         gpu: whether GPUs are attested.
         member_key: the key by which the unit is a member of the cloud, which signs evidence of each of its machines; None if
             it is no member.
+        policy: what the operator accepts besides, as a client's policy does: firmware, providers, kinds of hardware. It cannot
+            accept a release, a model, settings or a profile that differ, nor software.
         verifiers: by kind.
     """
 
@@ -60,7 +64,19 @@ class PeerVerifier:
     hardening: Callable[[], Mapping[str, str]]
     gpu: bool = False
     member_key: PublicKey | None = None
+    policy: AttestationPolicy | None = None
     verifiers: Mapping[str, Verifier] = field(default_factory=lambda: VERIFIERS)
+
+    def load_libraries(self, now: float) -> None:
+        """Does once what verifications do: libraries import parts of themselves at first use, and the front of a sealed node
+        may import nothing once it is locked down.
+
+        Raises:
+            AttestationError: a library is missing; the message says which.
+        """
+        if self.own.kind in self.verifiers:
+            self.verifiers[self.own.kind].verify(self.own, self._policy(), now)
+        GpuVerifier().verify(self.own, self._policy(), now)
 
     def judge_member(self, document: bytes, now: float) -> Statement:
         """Returns the statement of a node that may be a member.
@@ -121,15 +137,16 @@ class PeerVerifier:
         """What this node demands: what it is itself. Software is accepted by a node that has nothing better to show."""
         facts = self.facts
         applied = {name.rpartition(".")[2] for name, told in self.hardening().items() if told.startswith("applied:")}
-        return AttestationPolicy(
+        base = self.policy or AttestationPolicy(kinds=frozenset({self.own.kind}))
+        return replace(
+            base,
             profile=facts.profile,
-            kinds=frozenset({self.own.kind}),
             accept_software=self.own.kind == SoftwareAttester.kind,
             releases=frozenset({facts.release}),
             models=frozenset({facts.model}),
             profile_digests=frozenset({facts.profile_digest}),
             configuration=facts.configuration,
-            hardening=frozenset(applied - {HOST}),
-            measurements={register: frozenset({value}) for register, value in facts.launch.items()},
-            gpu=self.gpu,
+            hardening=base.hardening | (applied - {HOST}),
+            measurements={**{name: frozenset({value}) for name, value in facts.launch.items()}, **base.measurements},
+            gpu=self.gpu or base.gpu,
         )

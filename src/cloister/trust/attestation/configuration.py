@@ -36,6 +36,7 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "node_capacity": "stated by itself",
     "member_key": "its signature is in the evidence",
     "unit_members": "stated by themselves: their keys, not their addresses",
+    "unit_policy": "clients verify each machine by policies of their own",
     "unit_port": "where the node listens for the leader of its unit",
     "attester": "the kind of the evidence",
     "attest_gpus": "seen in the evidence",

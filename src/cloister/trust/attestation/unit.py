@@ -110,7 +110,7 @@ def check_unit(findings: Findings, statement: Statement) -> None:
     named = {name.rpartition(".")[0] for name in statement.hardening}
     engines = {name for name in named if name == ENGINE or name.startswith(f"{ENGINE}-")}
     num_engines = settings.get("replicas", 1)
-    if type(num_engines) is int and num_engines == 1 and len(engines) <= 1:
+    if type(num_engines) is int and num_engines == 1 and len(engines) <= 1 and not statement.unit_members:
         return
     is_number = type(num_engines) is int and num_engines == len(engines)
     if not is_number or engines != {engine_name(index) for index in range(len(engines))}:
@@ -131,14 +131,23 @@ def check_unit(findings: Findings, statement: Statement) -> None:
     findings.check(
         "unit",
         settings.get("router") == DRAWN,
-        f"the node is one unit of {num_engines} engines{_describe_roles(settings)}, each of them measured; an engine is drawn "
-        "by capacity, and nothing that others send decides",
+        f"the node is one unit of {_count(num_engines)}{_describe_machines(statement)}{_describe_roles(settings)}, each of "
+        "them measured; an engine is drawn by capacity, and nothing that others send decides",
         f"inside the node, requests are divided by {_show(settings.get('router'))}, which can be steered",
     )
 
 
 def _show(value: object) -> str:
     return str(value)[:16]
+
+
+def _count(num_engines: object) -> str:
+    return "1 engine" if num_engines == 1 else f"{num_engines} engines"
+
+
+def _describe_machines(statement: Statement) -> str:
+    num_others = len(statement.unit_members)
+    return f" and of as many on each of {num_others} further machines" if num_others else ""
 
 
 def _describe_roles(settings: Mapping[str, object]) -> str:
