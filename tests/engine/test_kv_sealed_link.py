@@ -168,8 +168,8 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tap]:
 def record(source: UnitPeer) -> list[Any]:
     """Returns a list that gets every object that an engine gives away."""
     given: list[Any] = []
-    seal = source.links._sealer.seal
-    source.links._sealer.seal = lambda *what: given.append(seal(*what)) or given[-1]
+    seal = source.links._keys.sealer.seal
+    source.links._keys.sealer.seal = lambda *what: given.append(seal(*what)) or given[-1]
     return given
 
 

@@ -99,10 +99,11 @@ def test_a_captured_worker_gets_nothing_but_channels_to_engines(asked: bytes) ->
         assert (message, len(descriptors)) == (b"+", 1)
 
 
+@pytest.mark.parametrize("limit", ["MAX_ASKS", "MAX_CHANNELS"])
 def test_a_captured_worker_gets_a_bounded_number_of_channels_and_one_that_reads_nothing_stops_nobody(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, limit: str
 ) -> None:
-    monkeypatch.setattr(channel_broker, "MAX_ASKS", 5)
+    monkeypatch.setattr(channel_broker, limit, 5)
     engines = Engines()
     engines.running.add(0)
     with served(engines) as admit:

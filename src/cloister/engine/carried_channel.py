@@ -19,8 +19,8 @@ from cloister.engine.channel import (
 )
 from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_sealed_link import PUBLIC_BYTES, LinkRecords
+from cloister.engine.kv_unit import SECRET_BYTES
 from cloister.engine.locked_keys import lock_keys
-from cloister.engine.sealed_channels import SECRET_BYTES
 from cloister.types.errors import EngineError
 from cloister.types.events import EngineMessage, FrontMessage
 

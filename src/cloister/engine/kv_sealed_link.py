@@ -22,7 +22,16 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.engine.kv_frames import KVInbox, KVLinkError, KVOutbox, KVPeerGoneError, StreamPath, time_left
-from cloister.engine.kv_unit import SEALED, UnitListener, UnitPeers, UnitSeat, endpoint_of
+from cloister.engine.kv_unit import (
+    SEALED,
+    SECRET_BYTES,
+    CarriedSocket,
+    LinkSocket,
+    UnitListener,
+    UnitPeers,
+    UnitSeat,
+    endpoint_of,
+)
 from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
 from cloister.types.errors import ConfigError
 
@@ -134,7 +143,7 @@ class LinkRecords:
         return cipher
 
 
-class SealedSocket(socket.socket):
+class SealedSocket(LinkSocket):
     """A connection whose content is sealed in both directions."""
 
     _records: LinkRecords | None = None
@@ -266,11 +275,24 @@ class SealedKVTransport:
     def connect(self, where: str, timeout_s: float) -> socket.socket:
         if not where.isdigit():
             raise ConnectionRefusedError("an engine of a sealed node has a number")
-        sock = self._peers.connect(int(where))
-        return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=False)
+        return self._shake_hands(self._peers.connect(int(where)), timeout_s, is_source=False)
 
     def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
-        return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=True)
+        return self._shake_hands(sock, timeout_s, is_source=True)
+
+    def _shake_hands(self, sock: socket.socket, timeout_s: float, *, is_source: bool) -> socket.socket:
+        if not isinstance(sock, CarriedSocket):
+            return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=is_source)
+        deadline_s = time.monotonic() + timeout_s
+        with sock:  # its own secret: those of two machines have no other one in common
+            secret = bytes(_receive_plain(sock, SECRET_BYTES, deadline_s))
+            number = self._keys.put(secret)
+            try:
+                link = SealedSocket.shake_hands(sock, self._keys, number, time_left(deadline_s), is_source=is_source)
+                link.secret = secret
+                return link
+            finally:
+                self._keys.forget(number)
 
     def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
         return StreamPath()

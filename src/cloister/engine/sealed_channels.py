@@ -22,6 +22,7 @@ import msgspec
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.kv_frames import KVLinkError
+from cloister.engine.kv_unit import CARRIED, SECRET_BYTES
 from cloister.types.events import (
     Abort,
     CancelPrefetch,
@@ -40,10 +41,8 @@ if TYPE_CHECKING:
     from cloister.engine.kv_sealed_link import LinkRecords
     from cloister.engine.locked_keys import LockedKeys
 
-CONNECT, CARRIED = b"+", b"@"
-"""The message that accompanies a descriptor: of a channel from this machine, or from another one."""
-SECRET_BYTES: Final = 32
-"""What a front tells its end of a carried connection first."""
+CONNECT: Final = b"+"
+"""The message that accompanies a descriptor, of a channel from this machine; `CARRIED`: from another one."""
 MAX_TOKEN_ID: Final = 2**31
 _READ_BYTES: Final = 65536
 

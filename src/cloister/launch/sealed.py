@@ -106,7 +106,7 @@ def _draft_names(config: EngineConfig) -> list[str]:
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
-    from cloister.cluster.sealed_unit import count_engines
+    from cloister.cluster.sealed_unit import SealedUnit, count_engines
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
     from cloister.private.unit.machine import open_machine
@@ -152,7 +152,8 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         )
         if machine is not None:
             verifier = announcer.make_verifier(gpu=front.attest_gpus)
-            announcer.join(await machine.join(verifier, partial(pool.keep_listener, is_carried=True)))
+            kv_unit = engine.kv_unit if isinstance(engine, SealedUnit) else None
+            announcer.join(await machine.join(verifier, partial(pool.keep_listener, is_carried=True), kv_unit))
     except BaseException:
         if machine is not None:
             machine.close()

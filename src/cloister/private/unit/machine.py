@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Final
 
+from cloister.engine.kv_unit import KVUnit
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.membership import UnitLeader, UnitPort, UnitSide, listen_for_leader
 from cloister.private.unit.pairing import UnitKey
@@ -44,11 +45,12 @@ class UnitMachine:
     def keep_listener(self, index: int, listener: socket.socket) -> None:
         """Hears of each listener of an engine of this machine; it stays the caller's."""
 
-    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener) -> UnitSide:
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         """Begins to keep the unit together; returns what the node's statements say of it.
 
         Args:
             keep_carrier: gets listeners that lead to engines of other machines.
+            kv_unit: the engines of this machine, if engines exchange KV.
 
         Raises:
             UnitRefusedError: the evidence of a member is refused, or does not come.
@@ -78,8 +80,8 @@ class LeaderMachine(UnitMachine):
         super().__init__(key, front)
         self._carriers: LeaderCarriers | None = None
 
-    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener) -> UnitSide:
-        carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier)
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
+        carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
         members = parse_unit_members(self._front.unit_members)
         leader = UnitLeader(self._key, members, verifier, self._front.replicas, on_pair=carriers.add, on_lost=carriers.remove)
         await leader.start(time.monotonic() + START_TIMEOUT_S)
@@ -110,8 +112,9 @@ class MemberMachine(UnitMachine):
     def keep_listener(self, index: int, listener: socket.socket) -> None:
         self._carriers.keep_listener(index, listener.dup())
 
-    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener) -> UnitSide:
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         carriers = self._carriers
+        carriers.kv_unit = kv_unit
         port = UnitPort(
             self._key,
             verifier,

@@ -9,16 +9,17 @@ from __future__ import annotations
 import asyncio
 import selectors
 import socket
+from collections import Counter
 from collections.abc import Callable
 from typing import Final
 
 from cloister.engine.channel import wait_readable
-from cloister.engine.kv_unit import CarriedSocket
-from cloister.engine.sealed_channels import CARRIED
+from cloister.engine.kv_unit import CARRIED, CarriedSocket
 from cloister.types.errors import EngineError
 
-MAX_ASKS: Final = 2048
-"""Of one worker; then its socket is closed, and it has the channels that it has. Each engine that runs again may cost some."""
+MAX_ASKS, MAX_CHANNELS = 2048, 64
+"""What one worker may ask for, and what it gets; then its socket is closed, and it has the channels that it has. It asks again
+and again while an engine does not run, and needs another channel for each one that is started again."""
 ANSWER_TIMEOUT_S: Final = 10.0
 _NOT_RUNNING: Final = b"-"
 _NUMBER_BYTES: Final = 4
@@ -41,6 +42,7 @@ class ChannelBroker:
         self._selector = selectors.PollSelector()  # no object of the kernel, which forks would share
         self._selector.register(control, selectors.EVENT_READ)
         self._num_asks: dict[socket.socket, int] = {}
+        self._num_given: Counter[socket.socket] = Counter()
 
     def admit(self) -> socket.socket:
         """Returns the end of another worker."""
@@ -70,7 +72,7 @@ class ChannelBroker:
         self._num_asks[sock] += 1
         try:
             asked = sock.recv(_NUMBER_BYTES)
-            if asked.isdigit() and self._num_asks[sock] <= MAX_ASKS:
+            if asked.isdigit() and self._num_asks[sock] <= MAX_ASKS and self._num_given[sock] < MAX_CHANNELS:
                 self._reply(sock, int(asked))
                 return
         except BlockingIOError:
@@ -78,7 +80,7 @@ class ChannelBroker:
         except OSError:
             pass
         self._selector.unregister(sock)  # it has ended, or sends what no worker sends
-        del self._num_asks[sock]
+        del self._num_asks[sock], self._num_given[sock]
         sock.close()
 
     def _reply(self, sock: socket.socket, index: int) -> None:
@@ -87,6 +89,7 @@ class ChannelBroker:
         except (OSError, KeyError):
             sock.send(_NOT_RUNNING)
             return
+        self._num_given[sock] += 1
         with opened:
             socket.send_fds(sock, [how], [opened.fileno()])
 

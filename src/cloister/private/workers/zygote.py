@@ -18,8 +18,9 @@ from typing import Final, Protocol
 
 import msgspec
 
+from cloister.engine.kv_unit import CARRIED
 from cloister.engine.machine import freeze_gc_heap
-from cloister.engine.sealed_channels import CARRIED, CONNECT
+from cloister.engine.sealed_channels import CONNECT
 from cloister.private.workers.channel_broker import ChannelBroker
 from cloister.trust.hardening.landlock import confine_signals
 from cloister.trust.shape import TrafficShape
