@@ -93,10 +93,10 @@ def wait_for(condition: Callable[[], object]) -> None:
 class Unit:
     """The two nodes."""
 
-    def __init__(self) -> None:
+    def __init__(self, *flags: str) -> None:
         self.unit_port = free_port()
         self.tap = Tap(self.unit_port)
-        flags = ("--sealed", "--num-threads", "1")
+        flags = ("--sealed", "--num-threads", "1", *flags)
         with ThreadPoolExecutor(2) as pool:
             member = pool.submit(Node, *flags, "--unit-port", str(self.unit_port))
             leader = pool.submit(Node, *flags, "--unit-members", f"127.0.0.1:{self.tap.port}")
@@ -161,6 +161,10 @@ def test_engines_of_two_machines_answer_as_one_and_the_network_reads_nothing(uni
     assert not any(text[:12] in said for text in (*PROMPTS, *answers))
 
 
+def test_a_member_takes_no_requests(unit: Unit) -> None:
+    assert unit.member.complete("Once")[0] == 404
+
+
 def test_accepted_requests_survive_the_death_of_a_members_engine(unit: Unit, answers: list[str]) -> None:
     assert unit.ask_all(unit.kill_busy_member("cl-engine")) == answers
     wait_for(lambda: "runs again" in unit.member.printed)
@@ -187,6 +191,14 @@ def test_accepted_requests_survive_the_death_of_a_machine_and_another_key_in_its
         assert used_s(engine) - before_s < 0.05  # clients of the leader's older statement know nothing of its key
 
 
-def test_a_member_takes_no_requests(unit: Unit) -> None:
-    with Node("--sealed", "--num-threads", "1", "--unit-port", str(free_port())) as member:
-        assert member.complete("Once")[0] == 404
+@pytest.mark.slow
+def test_kv_passes_between_the_machines_of_a_unit_with_roles(answers: list[str]) -> None:
+    made = Unit("--replicas", "2", "--prefill", "1", "--decode", "1", "--kv-transfer", "sealed")
+    try:
+        for _ in range(4):
+            assert made.ask_all() == answers
+        for node in (made.leader, made.member):  # all KV that was asked for has come, from either machine
+            said = node.printed.partition("Serving on")[2]
+            assert not any(word in said for word in ("KV", "Error", "Traceback")), said
+    finally:
+        made.close()

@@ -161,7 +161,7 @@ def test_kv_passes_between_machines_and_the_network_reads_none_of_it(
 
 
 @BOTH_WAYS
-@pytest.mark.parametrize("at", [10, 95, 130, 400, 2500])
+@pytest.mark.parametrize("at", [130, *(pytest.param(at, marks=pytest.mark.slow) for at in (10, 95, 400, 2500))])
 def test_what_the_network_changes_is_computed_instead(
     machines: TwoMachines, engines: tuple[UnitPeer, UnitPeer], expected: list[int], source: int, at: int
 ) -> None:
