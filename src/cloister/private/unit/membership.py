@@ -585,7 +585,9 @@ def _describe(error: BaseException) -> str:
         return "it does not answer in time"
     if isinstance(error, EOFError):
         return "it ended the connection"
-    return f"it cannot be reached ({getattr(error, 'strerror', None) or type(error).__name__}); start it with --unit-port"
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there; start it with --unit-port"
+    return f"it cannot be reached ({getattr(error, 'strerror', None) or type(error).__name__})"
 
 
 def _show(member: _Member) -> str:

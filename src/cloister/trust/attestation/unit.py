@@ -147,7 +147,9 @@ def _count(num_engines: object) -> str:
 
 def _describe_machines(statement: Statement) -> str:
     num_others = len(statement.unit_members)
-    return f" and of as many on each of {num_others} further machines" if num_others else ""
+    if num_others <= 1:
+        return " and of as many on one further machine" if num_others else ""
+    return f" and of as many on each of {num_others} further machines"
 
 
 def _describe_roles(settings: Mapping[str, object]) -> str:
