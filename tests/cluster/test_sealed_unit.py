@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,9 +15,10 @@ import pytest
 from cloister.cluster.sealed_unit import SealedUnit, connect_engines
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport, channel
 from cloister.engine.channel import InputQueue
-from cloister.engine.kv_unit import endpoint_of
+from cloister.engine.in_flight import PERHAPS_POISONED
+from cloister.engine.kv_unit import KVUnit, endpoint_of
 from cloister.engine.sealed_channels import CONNECT, SealedChannels, open_listener
-from cloister.engine.transports import LOST
+from cloister.private.workers.channel_broker import NOT_RUNNING
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import (
@@ -33,6 +35,7 @@ from cloister.types.events import (
     Progressed,
     Ready,
     Resumption,
+    Scheduled,
     Stepped,
     Submit,
 )
@@ -67,34 +70,66 @@ class FarEngine:
         self.sock.sendall(channel.frame(Outputs([output], [*events, *end])))
 
 
+class Engines:
+    """What runs: a worker gets a channel to an engine when it asks for one.
+
+    Attributes:
+        ends: the engines' ends of channels; the last one of each.
+        asked: the engines that were asked for, whether they run or not.
+    """
+
+    def __init__(self, running: set[int]) -> None:
+        self.running = running
+        self.ends: dict[int, FarEngine] = {}
+        self.asked: list[int] = []
+
+    def __getitem__(self, index: int) -> FarEngine:
+        return self.ends[index]
+
+    async def open(self, index: int) -> socket.socket:
+        self.asked.append(index)
+        if index not in self.running:
+            raise EngineError(NOT_RUNNING)
+        near, far = socket.socketpair()
+        self.ends[index] = FarEngine(far)
+        return near
+
+    def kill(self, index: int) -> None:
+        """Ends an engine."""
+        self.running.discard(index)
+        self.ends.pop(index).sock.close()
+
+
 @asynccontextmanager
 async def opened_unit(
     num_engines: int = 2, dead: tuple[int, ...] = (), **front: int
-) -> AsyncIterator[tuple[RequestClient, list[FarEngine]]]:
-    ends, transports = [], []
+) -> AsyncIterator[tuple[RequestClient, Engines]]:
+    engines, transports = Engines(set(range(num_engines)) - set(dead)), []
     for index in range(num_engines):
-        near, far = socket.socketpair()
         transport = SealedWorkerTransport(Ready(MODEL, [], kv_endpoint=endpoint_of(index) if front else None))
-        if index in dead:
-            near.close()
-        transport.attach(None if index in dead else near)
-        ends.append(FarEngine(far))
+        transport.attach(partial(engines.open, index))
         transports.append(transport)
     client = connect_engines(transports, CONFIG, ServerConfig(replicas=num_engines, **front))  # type: ignore[arg-type]
     await client.start()
     await asyncio.sleep(0)
     try:
-        yield client, ends
+        yield client, engines
     finally:
         await client.drain(0.0)
-        for end in ends:
+        for end in engines.ends.values():
             end.sock.close()
 
 
-async def drawn_engine(ends: list[FarEngine]) -> int:
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+async def drawn_engine(engines: Engines) -> int:
     """Returns the engine that got the first message."""
     while True:
-        for index, end in enumerate(ends):
+        for index, end in list(engines.ends.items()):
             end.sock.setblocking(False)
             try:
                 if end.sock.recv(1, socket.MSG_PEEK):
@@ -135,7 +170,8 @@ def test_a_request_goes_on_in_another_engine_with_the_next_token() -> None:
             ends[first].say(7, 8, first=True)
             while not outputs:
                 await asyncio.sleep(0.001)
-            ends[first].sock.close()
+            ends.kill(first)
+            assert await drawn_engine(ends) == 1 - first
             again = await ends[1 - first].read()
             assert isinstance(submitted, Submit)
             assert isinstance(again, Submit)
@@ -151,18 +187,81 @@ def test_a_request_goes_on_in_another_engine_with_the_next_token() -> None:
     asyncio.run(run())
 
 
-def test_a_request_without_engines_ends_with_an_error_and_a_worker_draws_none_that_does_not_run() -> None:
+def test_a_request_goes_on_in_an_engine_that_was_started_again_during_it() -> None:
+    """Both engines die, one after the other; the first one runs again when the second one dies."""
+
+    async def run() -> None:
+        async with opened_unit() as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            first = await drawn_engine(ends)
+            await ends[first].read()
+            ends[first].say(7, first=True)
+            await until(lambda: bool(outputs))
+            ends.kill(first)
+            assert await drawn_engine(ends) == 1 - first
+            await ends[1 - first].read()
+            ends.running.add(first)
+            ends[1 - first].say(8)
+            await until(lambda: len(outputs) == 2)
+            ends.kill(1 - first)
+            assert await drawn_engine(ends) == first
+            again = await ends[first].read()
+            assert isinstance(again, Submit)
+            assert again.resumption is not None
+            assert again.resumption.token_ids == [[7, 8]]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("num_engines", [1, 2])
+def test_a_request_waits_while_no_engine_runs(num_engines: int) -> None:
+    async def run() -> None:
+        async with opened_unit(num_engines) as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            first = await drawn_engine(ends)
+            await ends[first].read()
+            ends.running.clear()
+            ends.kill(first)
+            await until(lambda: set(ends.asked[1:]) == set(range(num_engines)))
+            with pytest.raises(EngineError, match="being restarted"):
+                client.submit(make_request("s"), outputs.append)
+            ends.running.add(first)
+            assert await drawn_engine(ends) == first
+            assert isinstance(await ends[first].read(), Submit)
+            assert outputs == []
+
+    asyncio.run(run())
+
+
+def test_a_worker_draws_no_engine_that_does_not_run_and_opens_no_channel_that_it_does_not_use() -> None:
     async def run() -> None:
         async with opened_unit(3, dead=(0, 2)) as (client, ends):
+            assert ends.asked == []
             outputs: list[SequenceOutput] = []
             client.submit(make_request(), outputs.append)
             assert await drawn_engine(ends) == 1
-            ends[1].sock.close()
-            while not outputs:
-                await asyncio.sleep(0.001)
-            assert (outputs[0].finish_reason, outputs[0].error) == (FinishReason.ERROR, LOST)
-            with pytest.raises(EngineError):
-                client.submit(make_request("s"), outputs.append)
+        async with opened_unit(3) as (client, ends):
+            client.submit(make_request(), outputs.append)
+            await drawn_engine(ends)
+            assert len(ends.asked) == 1
+
+    asyncio.run(run())
+
+
+def test_a_request_that_ends_every_engine_that_has_it_is_tried_three_times() -> None:
+    async def run() -> None:
+        async with opened_unit() as (client, ends):
+            outputs: list[SequenceOutput] = []
+            client.submit(make_request(), outputs.append)
+            for _ in range(3):
+                drawn = await drawn_engine(ends)
+                await ends[drawn].read()
+                ends.kill(drawn)
+                ends.running.add(drawn)
+            await until(lambda: bool(outputs))
+            assert (outputs[0].finish_reason, outputs[0].error) == (FinishReason.ERROR, PERHAPS_POISONED)
 
     asyncio.run(run())
 
@@ -172,10 +271,16 @@ def test_a_prompt_is_computed_where_prompts_are_and_its_kv_follows_to_where_the_
         async with opened_unit(prefill=1, decode=1) as (client, ends):
             outputs: list[SequenceOutput] = []
             client.submit(make_request(), outputs.append)
+            assert await drawn_engine(ends) == 0
             submitted = await ends[0].read()
             assert isinstance(submitted, Submit)
             assert submitted.prefill_only
             assert submitted.hold_kv_s > 0.0
+            ends[0].sock.sendall(channel.frame(Outputs([], [Scheduled("r", 1.0, 0.0, 0, len(PROMPT))])))
+            await until(lambda: 1 in ends.ends)
+            followed = await ends[1].read()
+            assert isinstance(followed, PrefetchKV)  # which had to wait for its channel
+            assert followed.follows
             first = SequenceOutput(request_id="r", index=0, token_ids=[7])
             progress = Progressed("r", 1, 0, 1.0, 1, True)
             ends[0].sock.sendall(channel.frame(Outputs([first], [progress, PrefillDone("r", 1.0, (1,), 0)])))
@@ -200,6 +305,20 @@ def test_one_engine_that_cannot_be_started_again_ends_the_node() -> None:
     assert unit.fault() is None
     clients[1]._fault = "it died too often"
     assert unit.fault() == "it died too often"
+
+
+def test_the_secret_of_the_engines_ends_with_them() -> None:
+    async def run() -> None:
+        unit = SealedUnit(
+            [EngineClient(SealedWorkerTransport(Ready(MODEL, [])), CONFIG)], lambda model: pytest.fail("it routes nothing")
+        )
+        unit.kv_unit = KVUnit()
+        secret, keys = unit.kv_unit.secret, unit.kv_unit._keys
+        assert secret in bytes(keys._pages[0])
+        await unit.drain(0.0)
+        assert not any(secret in bytes(page) for page in keys._pages)
+
+    asyncio.run(run())
 
 
 # What a worker may send (`engine.sealed_channels`).

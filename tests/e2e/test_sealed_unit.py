@@ -105,6 +105,32 @@ def test_accepted_requests_survive_the_death_of_an_engine_with_the_same_tokens(n
     assert not any(words in said for prompt, answer in zip(PROMPTS, answers, strict=True) for words in (prompt, answer[:12]))
 
 
+def test_a_request_goes_on_in_engines_that_were_started_after_it_began(node: Node, answers: list[str]) -> None:
+    """More engines die under it than the node has; each has another in its place before the next one dies."""
+    printed = len(node.printed)
+    before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine")}
+
+    def kill_in_turn() -> None:
+        nonlocal before_s
+        for num_killed in range(NUM_ENGINES + 1):
+            give_up_s = time.monotonic() + START_TIMEOUT_S
+            while not (busy := [pid for pid, earlier_s in before_s.items() if used_s(pid) - earlier_s > 0.03]):
+                assert time.monotonic() < give_up_s
+            os.kill(busy[0], signal.SIGSTOP)  # else the answer would have ended before
+            while node.printed.count("runs again", printed) < num_killed:
+                assert time.monotonic() < give_up_s, node.printed
+                time.sleep(0.05)
+            before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine") if pid != busy[0]}
+            os.kill(busy[0], signal.SIGKILL)
+
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(node.complete, PROMPTS[0], max_tokens=4 * NUM_TOKENS, ignore_eos=True)
+        kill_in_turn()
+        status, content = waiting.result()
+    assert status == 200, content
+    assert json.loads(content)["choices"][0]["text"].startswith(answers[0])
+
+
 def test_its_evidence_has_the_measures_of_each_engine_and_the_capacity_of_all(node: Node) -> None:
     statement = statement_of(node)
     every = {f"{role}.{measure.name}" for role in ("engine", "engine-1", "engine-2") for measure in MEASURES}

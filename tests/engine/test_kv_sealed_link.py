@@ -20,12 +20,14 @@ from cloister.engine.kv_sockets import KVSocketLinks
 from cloister.engine.kv_transports import KV_TRANSPORTS
 from cloister.engine.kv_unit import KVUnit, UnitListener, UnitPeers, UnitSeat
 from cloister.engine.locked_keys import LockedKeys
+from cloister.kv import KVQuery
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 from cloister.types.events import Ended, HoldKV, KVLoaded, KVSource, PrefetchKV, PrefillDone, Resumption, Scheduled, Submit
 from tests.engine.test_kv_transfer import NUM_HIT, PROMPT, Peer, answer, make_request, run_until
 
 SECRET = b"s" * 32
+OTHER = [token % 50 + 200 for token in range(len(PROMPT))]
 
 
 class UnitPeer(Peer):
@@ -166,8 +168,8 @@ def tap(monkeypatch: pytest.MonkeyPatch) -> Iterator[Tap]:
 def record(source: UnitPeer) -> list[Any]:
     """Returns a list that gets every object that an engine gives away."""
     given: list[Any] = []
-    seal = source.links._sealer.seal
-    source.links._sealer.seal = lambda *what: given.append(seal(*what)) or given[-1]
+    seal = source.links._keys.sealer.seal
+    source.links._keys.sealer.seal = lambda *what: given.append(seal(*what)) or given[-1]
     return given
 
 
@@ -256,6 +258,33 @@ def test_an_engine_gives_kv_of_requests_that_went_on_elsewhere_and_of_no_other(m
     assert other.find(Scheduled)[0].num_cached_tokens == NUM_HIT
 
 
+@pytest.mark.parametrize("is_held", [False, True], ids=["here", "handed on"])
+def test_who_names_a_request_that_was_handed_to_it_gets_no_kv_of_another_one(
+    make_peer: Callable[..., UnitPeer], *, is_held: bool
+) -> None:
+    """A captured engine that knows the keys of a session asks for them in the name of a request that it was given."""
+    source, captured = make_peer(0), make_peer(1)
+    answer(source, request=make_request("session", OTHER))
+    given = record(source)
+    own = make_request("r")
+    source.core.input_queue.put(Submit(own, 0, hold_kv_s=60.0, prefill_only=is_held))
+    run_until(lambda: bool(source.find(PrefillDone) if is_held else source.find(Scheduled)[1:]), source)
+    exports, table = source.engine.scheduler.kv_exports, source.engine.scheduler._requests
+    others, root, _ = table.chain_of(make_request("session", OTHER), OTHER)
+    for follows in (False, True):
+        number = exports.open(KVQuery("r", root, others, follows=follows), 1.0)
+        assert exports.take(number) == []
+        exports.close(number, is_complete=False)
+    mixed = table.chain_of(own, PROMPT)[0][:1] + others[1:]
+    number = exports.open(KVQuery("r", root, mixed), 1.0)
+    assert [entry.key for entry in exports.take(number) or ()] == mixed[:1]
+    exports.close(number, is_complete=False)
+    if is_held:
+        assert go_on(captured, source, source.token_ids[6:]) == answer(make_peer(2))
+        assert captured.find(KVLoaded)[0].num_tokens == NUM_HIT  # its own comes
+        assert {found.header.key for found in given}.isdisjoint(others)
+
+
 def test_no_endpoint_leads_out_of_the_node(make_peer: Callable[..., UnitPeer], tokenizer: Tokenizer) -> None:
     """A worker names the source; one that was taken over may name any."""
     outside, target = Peer(tokenizer, secret=SECRET), make_peer(1)
@@ -328,7 +357,7 @@ def test_contents_of_every_length_arrive(size: int) -> None:
 def test_keys_are_of_one_connection_and_gone_with_it() -> None:
     keys = LockedKeys()
     first, second = shake_both(keys), shake_both(keys)
-    drawn = [keys.copy(number) for link in (*first, *second) for number in (link._own, link._peers)]
+    drawn = [keys.copy(number) for link in (*first, *second) for number in (link._agreed()._own, link._agreed()._peers)]
     assert len(set(drawn)) == 4  # two of each connection, which both sides have
     for link in (*first, *second):
         link.close()

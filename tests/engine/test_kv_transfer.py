@@ -558,8 +558,8 @@ def test_nobody_between_two_machines_reads_a_key_or_kv(make_peer: Callable[..., 
     source, target = make_peer(setting="tls://127.0.0.1:0"), make_peer(setting="tls://127.0.0.1:0")
     expected = answer(source)
     tap, sealed = Tap(str(source.core.kv_endpoint)), []
-    seal = source.links._sealer.seal
-    source.links._sealer.seal = lambda *given: sealed.append(seal(*given)) or sealed[-1]
+    seal = source.links._keys.sealer.seal
+    source.links._keys.sealer.seal = lambda *given: sealed.append(seal(*given)) or sealed[-1]
     assert answer(target, source, source=tap.endpoint) == expected
     assert target.find(Scheduled)[0].num_cached_tokens == NUM_HIT
     assert len(sealed) == NUM_HIT // 8

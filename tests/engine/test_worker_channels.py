@@ -15,11 +15,11 @@ from cloister.engine import EngineClient, ProcessTransport, SealedWorkerTranspor
 from cloister.engine.client import NOT_STARTED
 from cloister.engine.sealed_channels import CONNECT
 from cloister.engine.supervision import Restarts
-from cloister.engine.transports import LOST, Deliver
+from cloister.engine.transports import Deliver
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event, Outputs, Progressed, Ready, Submit
-from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams
+from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput
 from tests.engine.replica import TRIGGER, make_config, make_request
 
 CONFIG = EngineConfig(
@@ -65,14 +65,22 @@ class EngineProcess:
         for listener in self.listeners:
             listener.close()
 
-    async def link(self) -> EngineClient:
+    async def open_channel(self) -> socket.socket:
         near, far = socket.socketpair()
         with far:
-            socket.send_fds(self.listeners[-1], [CONNECT], [far.fileno()])
+            try:
+                socket.send_fds(self.listeners[-1], [CONNECT], [far.fileno()])
+            except OSError:
+                near.close()
+                raise EngineError("it does not run") from None
+        return near
+
+    async def link(self) -> EngineClient:
         transport = SealedWorkerTransport(Ready(self.engine.model, self.engine.memory))
         engine = EngineClient(transport, self.config)
-        transport.attach(near)
+        transport.attach(self.open_channel)
         await engine.start()
+        assert await engine.wake(20.0)
         self.links.append(engine)
         return engine
 
@@ -143,8 +151,11 @@ def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and
             request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
             answer = owner.generate(request)
             num_outputs = len((await anext(answer)).token_ids)
-            stolen = [output async for output in thief.generate(request)]
-            assert [output.finish_reason for output in stolen] == [FinishReason.ERROR]
+            stolen: list[SequenceOutput] = []
+            thief.submit(request, stolen.append)
+            await wait_until(lambda: not thief.health().good)  # its channel is closed
+            thief.abort("a")
+            assert stolen == []
             num_outputs += sum([len(output.token_ids) async for output in answer])
             assert num_outputs == 200
             assert process.engine.health().good
@@ -154,24 +165,23 @@ def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and
     asyncio.run(run())
 
 
-def test_a_worker_is_told_when_the_engine_dies() -> None:
+def test_a_request_goes_on_in_the_engine_that_is_started_again() -> None:
     async def run() -> None:
-        process = EngineProcess()
+        process = EngineProcess(supervision=Supervision())
         await process.engine.start()
-        worker = await process.link()
-        assert process.engine.pid is not None
-        sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-        request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
-        async for output in worker.generate(request):
-            last = output
-            if output.finish_reason is None:
-                process.transport.kill()
-        assert last.error == LOST
-        assert not worker.health().good
-        lifecycle = process.engine._lifecycle
-        assert lifecycle is not None
-        await wait_until(lifecycle.done)
-        await process.close()
+        try:
+            sampling = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=60)
+            expected = [token async for output in (await process.link()).generate(request) for token in output.token_ids]
+            worker, first, tokens = await process.link(), process.engine.pid, list[int]()
+            async for output in worker.generate(request):
+                if not tokens:
+                    process.transport.kill()
+                tokens += output.token_ids
+            assert tokens == expected
+            assert first != process.engine.pid
+        finally:
+            await process.close()
 
     asyncio.run(run())
 

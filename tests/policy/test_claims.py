@@ -105,6 +105,14 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "cluster/test_remote_attacks.py::test_frames_of_anybody_else_are_not_read",
         "cluster/test_remote_attacks.py::test_a_host_with_another_certificate_is_not_spoken_to",
     ),
+    "router.unit": (
+        "private/test_unit_membership.py::test_a_leader_does_not_start_with_a_member_that_is_not_what_it_is",
+        "private/test_unit_membership.py::test_a_member_lends_nothing_to_a_leader_that_is_not_what_it_is",
+        "private/test_unit_membership.py::test_a_member_that_was_started_again_is_used_when_no_statement_without_it_is_valid",
+        "private/test_unit_pairing.py::test_one_byte_changed_on_the_way_ends_the_pairing",
+        "private/test_unit_pairing.py::test_who_shows_a_members_evidence_without_its_key_is_refused",
+        "trust/attestation/test_unit_members.py::test_a_client_refuses_a_unit_with_a_machine_that_is_not_what_the_node_is",
+    ),
     "flip": (
         "cluster/test_roles.py::test_who_flips_is_drawn_by_capacity_among_the_idle_ones",
         "cluster/test_action_log.py::test_drains_flips_and_updates_are_logged_and_counted",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -28,7 +27,7 @@ class Captured:
     async def warm_up(self) -> None:
         pass
 
-    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+    async def serve(self, front: socket.socket, broker: socket.socket, key_service: socket.socket) -> None:
         front.send(msgspec.json.encode([may_kill(pid) for pid in (*self._victims, os.getpid())]))
 
 
@@ -55,11 +54,11 @@ def test_a_captured_worker_can_signal_nobody_but_itself() -> None:
     near, far = socket.socketpair()
     control, connections = socket.socketpair()
     with near, far, control, connections:
-        zygote = Zygote(control, Captured([os.getpid(), sibling]), 1, 5.0)
+        zygote = Zygote(control, Captured([os.getpid(), sibling]), 5.0)
         worker = os.fork()
         if worker == 0:
-            engine, key_service = socket.socketpair()
-            zygote._become_worker(far, [engine], key_service)
+            broker, key_service = socket.socketpair()
+            zygote._become_worker(far, broker, key_service)
         try:
             near.settimeout(10)
             assert msgspec.json.decode(near.recv(100)) == [False, False, True]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -24,7 +24,8 @@ from cloister.trust.attestation import (
 )
 from cloister.trust.attestation.measuring import measure_profile
 from cloister.trust.attestation.software import SoftwareVerifier
-from cloister.trust.attestation.verify import name_chips, name_processor, verify_evidence
+from cloister.trust.attestation.unit import read_members
+from cloister.trust.attestation.verify import list_machines, name_chips, name_processor, verify_evidence
 from cloister.trust.sealing import KEMS, KeyConfigurationError, choose_configuration, parse_keys
 from cloister.trust.transparency.checks import Logged, VerifiedEpoch
 from cloister.trust.transparency.epoch import Epoch, NodeEntry
@@ -83,15 +84,17 @@ def judge_node(
     try:
         read = read_evidence(evidence)
         statement = read_statement(read.statement)
+        members = read_members(read)
     except EvidenceError as error:
         findings.fail("evidence", error.message)
         return findings
     _bind(findings, node, statement)
     judge_keys(findings, "the node", statement.keys, policy)
     if isinstance(believed, VerifiedEpoch):
-        _check_member(findings, node, read, believed.membership)
+        _check_member(findings, node, [read, *(one for one, _ in members)], believed.membership)
     _check_life(findings, statement, believed)
-    _check_nonce(findings, statement, believed, trust, policy, now)
+    for stated in (statement, *(of_member for _, of_member in members)):
+        _check_nonce(findings, stated, believed, trust, policy, now)
     try:
         findings.extend(verify_evidence(read, policy, now))
     except AttestationError as error:
@@ -100,7 +103,8 @@ def judge_node(
 
 
 def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str, bytes], limits: Limits) -> None:
-    """Adds a failed step to every node that shares its chip with another node: capturing one chip must not give two shares.
+    """Adds a failed step to every node that shares a chip with another node, or a machine of its unit does: capturing one chip
+    must not give two shares.
 
     A node whose processor is not identified could share any other's, so it fails too if another node is on hardware.
 
@@ -109,12 +113,13 @@ def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str,
         evidence: the documents, by node_id.
         limits: whether unidentified processors are accepted.
     """
-    read = {node_id: read_evidence(evidence[node_id]) for node_id, found in findings.items() if found.accepted}
-    on_hardware = {node_id for node_id, one in read.items() if one.kind != SoftwareVerifier.kind}
-    chips = {node_id: name_chips(one) for node_id, one in read.items()}  # evidence that no chip signed identifies none
+    read = {node_id: list_machines(read_evidence(evidence[node_id])) for node_id, found in findings.items() if found.accepted}
+    num_on_hardware = sum(_is_on_hardware(one) for machines in read.values() for one in machines)
+    # evidence that no chip signed identifies none
+    chips = {node_id: [name for one in machines for name in name_chips(one)] for node_id, machines in read.items()}
 
     def is_masked(node_id: str) -> bool:
-        return node_id in on_hardware and name_processor(read[node_id]) is None
+        return any(_is_on_hardware(one) and name_processor(one) is None for one in read[node_id])
 
     counts = Counter(chip for of_node in chips.values() for chip in of_node)
     for node_id, of_node in chips.items():
@@ -122,7 +127,7 @@ def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str,
             findings[node_id].fail(
                 "chip", "another node of the epoch is on the same chip, so one owner would have both shares; run one node on it"
             )
-        elif is_masked(node_id) and len(on_hardware) > 1 and not limits.accept_masked_chips:
+        elif is_masked(node_id) and num_on_hardware > 1 and not limits.accept_masked_chips:
             findings[node_id].fail(
                 "chip",
                 "the evidence names no processor (its host masks CHIP_ID), so it could be the one of another node; have it "
@@ -130,14 +135,21 @@ def refuse_shared_chips(findings: Mapping[str, Findings], evidence: Mapping[str,
             )
 
 
-def _check_member(findings: Findings, node: NodeEntry, evidence: Evidence, membership: Membership) -> None:
-    member = find_member(membership, evidence)
-    findings.check(
-        "member",
-        member is not None and member.name == node.member,
-        f"{node.member} of membership {membership.number} signed the statement",
-        f"the epoch calls the node {node.member}, which did not sign the statement",
-    )
+def _is_on_hardware(evidence: Evidence) -> bool:
+    return evidence.kind != SoftwareVerifier.kind
+
+
+def _check_member(findings: Findings, node: NodeEntry, machines: Sequence[Evidence], membership: Membership) -> None:
+    """The machines of a node's unit sign as the same member: that a machine is attested does not make it the operator's."""
+    for number, evidence in enumerate(machines):
+        member = find_member(membership, evidence)
+        of = f" of machine {number} of its unit" if number else ""
+        findings.check(
+            "member",
+            member is not None and member.name == node.member,
+            f"{node.member} of membership {membership.number} signed the statement{of}",
+            f"the epoch calls the node {node.member}, which did not sign the statement{of}",
+        )
 
 
 def _bind(findings: Findings, node: NodeEntry, statement: Statement) -> None:

@@ -1,7 +1,7 @@
 """The engines of a sealed node, which are one trust unit: one statement attests all of them, and clients seal to one key.
 
-The front starts and watches them, and sees no request. The worker of a request has a channel to each engine: it draws one by
-capacity, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
+The front starts and watches them, and sees no request. The worker of a request draws an engine by capacity, gets a channel to
+it, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
 """
 
 from __future__ import annotations
@@ -16,19 +16,38 @@ from cloister.cluster.roles import assign_roles
 from cloister.cluster.routers import ROUTERS, Router
 from cloister.cluster.routers.base import RouterContext
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
+from cloister.engine.kv_unit import KVUnit
 from cloister.kv import PrefixKeys
-from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.config import EngineConfig, ServerConfig, parse_unit_members
 from cloister.types.request import ModelInfo
 
 DRAWN: Final = "capacity_random"
 
 
 class SealedUnit(ReplicaSet):
-    """The engines as the front sees them: it replaces those that die. What it calls a request is only an id."""
+    """The engines as the front sees them: it replaces those that die. What it calls a request is only an id.
+
+    Attributes:
+        kv_unit: introduces them to each other, and ends with them; None if they exchange no KV.
+    """
+
+    kv_unit: KVUnit | None = None
+
+    async def drain(self, timeout_s: float) -> None:
+        try:
+            await super().drain(timeout_s)
+        finally:
+            if self.kv_unit is not None:
+                self.kv_unit.close()
 
     def fault(self) -> str | None:
         """Returns why an engine will not be started again: a node with fewer engines than it states must end."""
         return next((fault for replica in self._replicas if (fault := replica.fault()) is not None), None)
+
+
+def count_engines(front: ServerConfig) -> int:
+    """Returns how many engines a unit has, on all of its machines."""
+    return front.replicas * (1 + len(parse_unit_members(front.unit_members)))
 
 
 def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineConfig, front: ServerConfig) -> RequestClient:
@@ -42,7 +61,8 @@ def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineC
     def make_router(model: ModelInfo) -> Router:
         return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
 
-    roles = tuple(assign_roles(front.replicas, front.prefill, front.decode))
+    num_machines = len(clients) // front.replicas
+    roles = tuple(assign_roles(front.replicas, front.prefill, front.decode)) * num_machines
     unit = ReplicaSet(clients, make_router, ClusterConfig(roles), config.block_size, avoids_slow=False)
     unit.model, unit.memory, unit.startup = clients[0].model, clients[0].memory, clients[0].startup  # needed before the start
     return unit

@@ -21,7 +21,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
 from cloister.types.events import EngineMessage, FrontMessage
 
-_READ_LIMIT_BYTES: Final = 2**20
+READ_LIMIT_BYTES: Final = 2**20
 MAX_FRAME_BYTES: Final = 256 * 2**20
 """Maximum message size in both directions: prompt log-probabilities of 128k tokens, with a margin."""
 
@@ -102,6 +102,17 @@ async def receive(reader: asyncio.StreamReader) -> bytes | None:
         return None
 
 
+async def wait_readable(sock: socket.socket) -> None:
+    """Waits until a socket has something to read, or has ended: for messages that come with descriptors."""
+    loop = asyncio.get_running_loop()
+    is_readable = loop.create_future()
+    loop.add_reader(sock, lambda: None if is_readable.done() else is_readable.set_result(None))
+    try:
+        await is_readable
+    finally:
+        loop.remove_reader(sock)
+
+
 class MessageStream:
     """The front's end of a channel, on its event loop."""
 
@@ -112,7 +123,7 @@ class MessageStream:
     @classmethod
     async def open(cls, sock: socket.socket) -> MessageStream:
         """Takes over a connected socket, and closes it."""
-        return cls(*await asyncio.open_unix_connection(sock=sock, limit=_READ_LIMIT_BYTES))
+        return cls(*await asyncio.open_unix_connection(sock=sock, limit=READ_LIMIT_BYTES))
 
     def send(self, message: FrontMessage) -> None:
         """Sends a message without blocking. If the engine has ended, the message is lost and `receive` returns None.

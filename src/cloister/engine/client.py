@@ -409,6 +409,8 @@ class EngineClient(RequestClient):
         self._num_routed = 0
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._supervision = transport.supervision or Supervision(restarts=None)
+        self._watches = transport.supervision is not None and self._supervision.watches
+        self._replaces = self._watches and self._supervision.restarts is not None
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
         self._idle = IdleTimer(self._supervision.idle_timeout_s)
         self._is_resting = False
@@ -424,6 +426,9 @@ class EngineClient(RequestClient):
             self._introduce(transport.ready)
 
     async def start(self) -> None:
+        if not self._supervision.watches:
+            self._await_request()
+            return
         try:
             await self._open()
         except BaseException:
@@ -439,6 +444,9 @@ class EngineClient(RequestClient):
         """
         self.model, self.memory, self.startup = model, [], []
         self._requests.fingerprint = model.fingerprint
+        self._await_request()
+
+    def _await_request(self) -> None:
         self._is_resting, self.closed = True, None
         self._lifecycle = asyncio.create_task(self._serve_until_broken(), name="engine lifecycle")
 
@@ -504,7 +512,7 @@ class EngineClient(RequestClient):
         return ReplicaSnapshot(
             index=index,
             is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
-            is_idle=self._is_resting,
+            is_idle=self._is_resting and self._supervision.watches,  # else it need not be started
             state=self.state,
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
@@ -570,6 +578,7 @@ class EngineClient(RequestClient):
             self._requests.check(request)
             # drawn here, so that another engine can continue the answer with the same noise
             seed = secrets.randbits(63) if request.sampling.seed is None else None
+            hold_s = HOLD_KV_S if prefill_only else 0.0
             is_sent = self._is_open and not self._requests.holds_back
             if is_sent:
                 self._send(
@@ -577,7 +586,7 @@ class EngineClient(RequestClient):
                         request,
                         seed,
                         kv_source=None if source is None else KVSource(source),
-                        hold_kv_s=HOLD_KV_S if prefill_only else 0.0,
+                        hold_kv_s=hold_s,
                         prefill_only=prefill_only,
                     )
                 )
@@ -585,7 +594,7 @@ class EngineClient(RequestClient):
             if observer is not None:
                 observer.refuse()
             raise
-        self._requests.add(request, sink, observer, seed=seed, is_held=not is_sent, source=source)
+        self._requests.add(request, sink, observer, seed=seed, is_held=not is_sent, source=source, prefill_hold_s=hold_s)
         self._num_routed += 1
         self._want()
 
@@ -633,12 +642,18 @@ class EngineClient(RequestClient):
         Args:
             follows: that engine computes its prompt, which is loaded as it is done.
         """
-        self._want()
         token_ids = [*found.request.token_ids, *found.token_ids[0]]
-        self._send(PrefetchKV(found.request, token_ids, KVSource(source), follows))
+        message = PrefetchKV(found.request, token_ids, KVSource(source), follows)
+        if self._is_resting:
+            self._held_calls.append(message)
+        self._want()
+        self._send(message)
 
     def cancel_prefetch(self, request_id: str) -> None:
         """Ends what `prefetch` began: the request does not come."""
+        held = [call for call in self._held_calls if isinstance(call, PrefetchKV) and call.request.request_id == request_id]
+        for call in held:
+            self._held_calls.remove(call)
         self._send(CancelPrefetch(request_id))
 
     def lease_prefix(self, request: Request, lease_s: float, source: str | None = None) -> None:
@@ -836,14 +851,14 @@ class EngineClient(RequestClient):
                 await self._close_engine()
             await self._transport.discard_template(is_final=True)
             if not self._is_draining:
-                self.closed = self._fault = BROKEN if self._supervision.restarts is not None else self._transport.lost
+                self.closed = self._fault = BROKEN if self._replaces else self._transport.lost
                 if self.rescue is not None:
                     self._requests.release(self.rescue, confined=True)
                 self._requests.end_all(self._fault)
 
     async def _serve(self) -> None:
         """Dispatches the engine's messages until it ends; kills it when it hangs."""
-        watch = asyncio.create_task(self._watch(), name="engine watchdog") if self._transport.supervision is not None else None
+        watch = asyncio.create_task(self._watch(), name="engine watchdog") if self._watches else None
         try:
             await self._transport.run(self.receive)
         finally:
@@ -936,10 +951,10 @@ class EngineClient(RequestClient):
         num_requests, num_kept, num_rescued = len(self._requests), 0, 0
         can_go_on = self._supervision.restarts is not None or self.rescue is not None
         if can_go_on and not self._is_draining:
-            poisoned = POISONED if self._supervision.restarts is not None else PERHAPS_POISONED
+            poisoned = POISONED if self._replaces else PERHAPS_POISONED
             num_kept = self._requests.keep_resumable(reply, poisoned)
             if self.rescue is not None:
-                num_rescued = num_kept - self._requests.release(self.rescue)
+                num_rescued = num_kept - self._requests.release(self.rescue, confined=not self._replaces)
         else:
             self._requests.end_all(reply)
         self.adapters.fail_all(reply)
@@ -962,14 +977,15 @@ class EngineClient(RequestClient):
             try:
                 await self._open()
             except CloisterError as error:
-                _logger.error("%s did not start again: %s", self.name, error.message)
+                if self._replaces:
+                    _logger.error("%s did not start again: %s", self.name, error.message)
                 self._stop_accepting()
                 self.adapters.fail_all(RESTARTING)
-                if self.rescue is not None:
-                    self._requests.release(self.rescue)  # others may accept what came while this one was idle
+                if self.rescue is not None:  # others may accept what came while this one was idle
+                    self._requests.release(self.rescue, confined=not self._replaces)
                 is_wanted = False
                 continue
-            if not is_wanted:
+            if not is_wanted and self._replaces:
                 _logger.warning("%s runs again", self.name)
             calls, self._held_calls = self._held_calls, []
             for call in calls:

@@ -128,6 +128,7 @@ class InFlightRequest:
         suspect: what it has to do with the deaths of its engines.
         arrived_s, first_token_s: when this side heard of it, by its own clock, which the engine need not share.
         source: endpoint of an engine that has its KV, for the next one that gets it.
+        prefill_hold_s: that engine computes its first token only, and keeps its KV for so long; 0: it computes all.
     """
 
     __slots__ = (
@@ -138,6 +139,7 @@ class InFlightRequest:
         "is_prefilled",
         "num_outputs",
         "open",
+        "prefill_hold_s",
         "request",
         "seed",
         "seq_ids",
@@ -161,6 +163,7 @@ class InFlightRequest:
         self.first_token_s: float | None = None
         self._progressed_s: float | None = None
         self.source: str | None = None
+        self.prefill_hold_s = 0.0
         self.sink: Sink | None = sink
         self.submitted_s = now
         self.stats = EngineStats(len(request.token_ids)) if observer is None else observer.stats
@@ -225,7 +228,9 @@ class InFlightRequest:
             num_cached_tokens=stats.num_cached_tokens,
         )
         source, self.source = self.source, None
-        return Submit(self.request, self.seed, resumption, kv_source=None if source is None else KVSource(source))
+        hold_s, self.prefill_hold_s = self.prefill_hold_s, 0.0
+        kv_source = None if source is None else KVSource(source)
+        return Submit(self.request, self.seed, resumption, kv_source, hold_kv_s=hold_s, prefill_only=hold_s > 0.0)
 
     def ends(self, reason: FinishReason, error: str, now: float) -> Iterator[Ended]:
         """Yields an `Ended` event for each open sequence, in place of the engine. The caller closes each before it takes the
@@ -357,18 +362,20 @@ class InFlightRequests:
         seed: int | None = None,
         is_held: bool = False,
         source: str | None = None,
+        prefill_hold_s: float = 0.0,
     ) -> None:
         """Adds a request that was checked; `sink` is called with its outputs, `observer` with its events.
 
         Args:
             is_held: the engine does not have it yet; `take_due` returns its message later.
             source: endpoint of an engine that has KV of the prompt, for that message.
+            prefill_hold_s: that message asks for the first token only, and to keep the KV for so long; 0: for all.
         """
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
         self._note_engine(found)
         if is_held:
             self._held[request.request_id] = found
-            found.source = source
+            found.source, found.prefill_hold_s = source, prefill_hold_s
             self._arrive(found)  # no engine says it for as long as none has it
 
     def leave(self, request_id: str) -> bool:
@@ -476,7 +483,7 @@ class InFlightRequests:
         Args:
             source: endpoint of an engine that has its KV.
         """
-        found.is_prefilled, found.source = False, source
+        found.is_prefilled, found.source, found.prefill_hold_s = False, source, 0.0
         self._note_engine(found)
         self._by_id[found.request.request_id] = self._held[found.request.request_id] = found
         self.holds_back = self.holds_back or found.suspect.standing is Standing.CONFINED

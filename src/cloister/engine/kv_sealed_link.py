@@ -22,29 +22,132 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 from cryptography.hazmat.primitives.kdf.hkdf import HKDF
 
 from cloister.engine.kv_frames import KVInbox, KVLinkError, KVOutbox, KVPeerGoneError, StreamPath, time_left
-from cloister.engine.kv_unit import SEALED, UnitListener, UnitPeers, UnitSeat, endpoint_of
+from cloister.engine.kv_unit import (
+    SEALED,
+    SECRET_BYTES,
+    CarriedSocket,
+    LinkSocket,
+    UnitListener,
+    UnitPeers,
+    UnitSeat,
+    endpoint_of,
+)
 from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
 from cloister.types.errors import ConfigError
 
 RECORD_BYTES: Final = 2**18
 """Largest content of a record: what was sealed is still in the processor's cache when it is sent."""
-_PUBLIC_BYTES: Final = 32
+PUBLIC_BYTES: Final = 32
+"""Length of a side's public key, which it sends first."""
 _TAG_BYTES: Final = 16
 _LENGTH: Final = struct.Struct(">I")
+RECORD_HEAD_BYTES: Final = _LENGTH.size
 _NONCE: Final = struct.Struct(">IQ")
 _LABEL: Final = b"cloister/kv-link/1"
 
 
-class SealedSocket(socket.socket):
-    """A connection whose content is sealed in both directions.
+class LinkRecords:
+    """What both sides of one connection seal and open: the agreement on its keys, and its records. No I/O.
+
+    Args:
+        keys: locked memory; what is derived lies there until `close`.
+        is_source: this side accepted the connection.
 
     Attributes:
-        keys: locked memory; two numbers of it are this connection's until it is closed.
+        public: this side's key, which the other one needs.
+        is_agreed: whether there are keys.
     """
 
-    _keys: LockedKeys
-    _own: int
-    _peers: int
+    def __init__(self, keys: LockedKeys, *, is_source: bool) -> None:
+        self.is_agreed = False
+        self._keys, self._is_source = keys, is_source
+        self._private: X25519PrivateKey | None = X25519PrivateKey.generate()
+        self.public = self._private.public_key().public_bytes_raw()
+        self._own = self._peers = 0
+        self._num_sent = self._num_received = 0
+
+    def agree(self, theirs: bytes, secret: bytes) -> None:
+        """Derives the keys.
+
+        Args:
+            theirs: the other side's public key.
+            secret: what both sides know.
+
+        Raises:
+            KVLinkError: nobody can have drawn that key.
+        """
+        assert self._private is not None, "a connection agrees once"
+        asker, source = (theirs, self.public) if self._is_source else (self.public, theirs)
+        try:
+            agreed = self._private.exchange(X25519PublicKey.from_public_bytes(theirs))
+        except ValueError:
+            raise KVLinkError("the other side sent a public key that nobody can have drawn") from None
+        self._private = None
+        derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, secret, _LABEL + asker + source).derive(agreed)
+        of_asker, of_source = derived[:KEY_BYTES], derived[KEY_BYTES:]
+        self._own = self._keys.put(of_source if self._is_source else of_asker)
+        self._peers = self._keys.put(of_asker if self._is_source else of_source)
+        self.is_agreed = True
+
+    def seal(self, content: memoryview | bytes) -> bytes:
+        """Returns a record; `content` has 1 to `RECORD_BYTES` bytes."""
+        head = _LENGTH.pack(len(content) + _TAG_BYTES)
+        sealed = self._cipher(self._own).encrypt(_NONCE.pack(0, self._num_sent), content, head)
+        self._num_sent += 1
+        return head + sealed
+
+    def seal_all(self, content: bytes) -> bytes:
+        """Returns the records of content of any length."""
+        view = memoryview(content)
+        return b"".join(self.seal(view[start : start + RECORD_BYTES]) for start in range(0, len(view), RECORD_BYTES))
+
+    @staticmethod
+    def read_head(head: bytes | bytearray) -> int:
+        """Returns how many bytes follow a record's first `RECORD_HEAD_BYTES`. Raises KVLinkError for a length of no record."""
+        (size,) = _LENGTH.unpack(head)
+        if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
+            raise KVLinkError(f"a record of {size} bytes is none that an engine seals")
+        return int(size)
+
+    def open(self, head: bytes | bytearray, sealed: bytes | bytearray) -> bytes:
+        """Returns the content of the next record. Raises KVLinkError if the other side did not seal it as this one."""
+        try:
+            opened = self._cipher(self._peers).decrypt(_NONCE.pack(0, self._num_received), sealed, bytes(head))
+        except InvalidTag:
+            raise KVLinkError("a record was not sealed by the engine at the other end of this connection") from None
+        self._num_received += 1
+        return opened
+
+    def open_next(self, received: bytearray) -> bytes | None:
+        """Removes the next record from what came, and returns its content; None while it is not there yet. Raises as `open`."""
+        if len(received) < RECORD_HEAD_BYTES:
+            return None
+        head = bytes(received[:RECORD_HEAD_BYTES])
+        end = RECORD_HEAD_BYTES + self.read_head(head)
+        if len(received) < end:
+            return None
+        opened = self.open(head, bytes(received[RECORD_HEAD_BYTES:end]))
+        del received[:end]
+        return opened
+
+    def close(self) -> None:
+        """Wipes the keys."""
+        if self.is_agreed:
+            self._keys.forget(self._own)
+            self._keys.forget(self._peers)
+
+    def _cipher(self, number: int) -> AESGCM:
+        cipher = self._keys.cipher(number)
+        if cipher is None:
+            raise ConnectionAbortedError("the connection was closed")
+        return cipher
+
+
+class SealedSocket(LinkSocket):
+    """A connection whose content is sealed in both directions."""
+
+    _records: LinkRecords | None = None
+    _opened: memoryview
 
     @classmethod
     def shake_hands(
@@ -62,43 +165,25 @@ class SealedSocket(socket.socket):
         link = cls(fileno=sock.detach())
         try:
             deadline_s = time.monotonic() + timeout_s
-            private = X25519PrivateKey.generate()
-            own = private.public_key().public_bytes_raw()
+            link._opened = memoryview(b"")
+            link._records = LinkRecords(keys, is_source=is_source)
             link.settimeout(max(timeout_s, 1e-3))
-            socket.socket.sendall(link, own)
-            theirs = bytes(_receive_plain(link, _PUBLIC_BYTES, deadline_s))
-            asker, source = (theirs, own) if is_source else (own, theirs)
-            try:
-                agreed = private.exchange(X25519PublicKey.from_public_bytes(theirs))
-            except ValueError:
-                raise KVLinkError("another engine sent a public key that nobody can have drawn") from None
+            socket.socket.sendall(link, link._records.public)
+            theirs = bytes(_receive_plain(link, PUBLIC_BYTES, deadline_s))
             known = keys.copy(secret)
             if known is None:
                 raise ConnectionAbortedError("the engine ends")
-            derive = HKDF(hashes.SHA256(), 2 * KEY_BYTES, known, _LABEL + asker + source)
-            derived = derive.derive(agreed)
-            link._begin(keys, derived[:KEY_BYTES], derived[KEY_BYTES:], is_source=is_source)
+            link._records.agree(theirs, known)
         except BaseException:
             link.close()
             raise
         return link
 
-    def _begin(self, keys: LockedKeys, of_asker: bytes, of_source: bytes, *, is_source: bool) -> None:
-        self._keys = keys
-        self._own = keys.put(of_source if is_source else of_asker)
-        self._peers = keys.put(of_asker if is_source else of_source)
-        self._num_sent = self._num_received = 0
-        self._opened = memoryview(b"")
-
     def sendall(self, data: Any, flags: int = 0) -> None:
         """Seals and sends."""
         content = memoryview(data).cast("B")
         for start in range(0, len(content), RECORD_BYTES):
-            piece = content[start : start + RECORD_BYTES]
-            head = _LENGTH.pack(len(piece) + _TAG_BYTES)
-            sealed = self._cipher(self._own).encrypt(_NONCE.pack(0, self._num_sent), piece, head)
-            self._num_sent += 1
-            super().sendall(head + sealed)
+            super().sendall(self._agreed().seal(content[start : start + RECORD_BYTES]))
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
         """Copies what was opened, after another record if there is nothing left of the last one. Returns 0 if the other side
@@ -117,10 +202,8 @@ class SealedSocket(socket.socket):
 
     def close(self) -> None:
         """Ends the connection, and wipes its keys."""
-        keys: LockedKeys | None = getattr(self, "_keys", None)
-        if keys is not None:
-            keys.forget(self._own)
-            keys.forget(self._peers)
+        if self._records is not None:
+            self._records.close()
             self._opened = memoryview(b"")
         super().close()
 
@@ -130,23 +213,13 @@ class SealedSocket(socket.socket):
             return False
         deadline_s = time.monotonic() + (self.gettimeout() or 0.0)
         head[num_read:] = _receive_plain(self, len(head) - num_read, deadline_s)
-        (size,) = _LENGTH.unpack(head)
-        if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
-            raise KVLinkError(f"a record of {size} bytes is none that an engine seals")
-        sealed = _receive_plain(self, size, deadline_s)
-        try:
-            opened = self._cipher(self._peers).decrypt(_NONCE.pack(0, self._num_received), sealed, bytes(head))
-        except InvalidTag:
-            raise KVLinkError("a record was not sealed by the engine at the other end of this connection") from None
-        self._num_received += 1
-        self._opened = memoryview(opened)
+        sealed = _receive_plain(self, LinkRecords.read_head(head), deadline_s)
+        self._opened = memoryview(self._agreed().open(head, sealed))
         return True
 
-    def _cipher(self, number: int) -> AESGCM:
-        cipher = self._keys.cipher(number)
-        if cipher is None:
-            raise ConnectionAbortedError("the connection was closed")
-        return cipher
+    def _agreed(self) -> LinkRecords:
+        assert self._records is not None, "`shake_hands` makes it"
+        return self._records
 
 
 def _receive_plain(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
@@ -202,11 +275,24 @@ class SealedKVTransport:
     def connect(self, where: str, timeout_s: float) -> socket.socket:
         if not where.isdigit():
             raise ConnectionRefusedError("an engine of a sealed node has a number")
-        sock = self._peers.connect(int(where))
-        return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=False)
+        return self._shake_hands(self._peers.connect(int(where)), timeout_s, is_source=False)
 
     def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
-        return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=True)
+        return self._shake_hands(sock, timeout_s, is_source=True)
+
+    def _shake_hands(self, sock: socket.socket, timeout_s: float, *, is_source: bool) -> socket.socket:
+        if not isinstance(sock, CarriedSocket):
+            return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=is_source)
+        deadline_s = time.monotonic() + timeout_s
+        with sock:  # its own secret: those of two machines have no other one in common
+            secret = bytes(_receive_plain(sock, SECRET_BYTES, deadline_s))
+            number = self._keys.put(secret)
+            try:
+                link = SealedSocket.shake_hands(sock, self._keys, number, time_left(deadline_s), is_source=is_source)
+                link.secret = secret
+                return link
+            finally:
+                self._keys.forget(number)
 
     def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
         return StreamPath()

@@ -36,6 +36,7 @@ from cloister.engine.kv_frames import (
 )
 from cloister.engine.kv_transfer import EntryContents, KVDemand, KVOffer, PulledKV
 from cloister.engine.kv_transports import KV_TRANSPORTS, KVTransport, parse_places
+from cloister.engine.kv_unit import LinkSocket
 from cloister.kv import KVFormat, KVQuery, KVSealer
 from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.scheduler.kv_exports import KVEntry
@@ -84,6 +85,17 @@ _ASK: Final = msgspec.msgpack.Decoder(_Ask)
 _PART: Final = msgspec.msgpack.Decoder(_Part)
 _QUERY: Final = msgspec.msgpack.Decoder(KVQuery)
 """Made before any thread decodes: msgspec 0.22 resolves a type when it is first used, and crashes if several threads do so."""
+
+
+class _LinkKeys:
+    """Authenticates queries and objects under a secret that the engines know."""
+
+    def __init__(self, form: KVFormat, secret: bytes) -> None:
+        self.sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
+        self._ask_key = hmac.digest(secret, b"queries", "sha256")
+
+    def authenticate(self, hello: _Hello, query: bytes) -> bytes:
+        return hmac.digest(self._ask_key, hello.nonce + query, "sha256")
 
 
 class _Pull:
@@ -150,8 +162,7 @@ class KVSocketLinks:
         self._transports = dict(transports)
         self._listeners: list[socket.socket] = []
         self.endpoint = ",".join(self._listen(name, where) for name, where in parse_places(setting))
-        self._sealer = KVSealer(form, hmac.digest(secret, b"objects", "sha256"))
-        self._ask_key = hmac.digest(secret, b"queries", "sha256")
+        self._form, self._keys = form, _LinkKeys(form, secret)
         self._num_at_once = max(1, min(PART_BYTES, MAX_STEP_BYTES) // sum(form.sizes))
         self._part_bytes = self._num_at_once * sum(form.sizes)
         self._changed = threading.Condition()
@@ -265,20 +276,21 @@ class KVSocketLinks:
                     return False
             hello = receive_frame(sock, _HELLO, _OVERHEAD_BYTES, pull.deadline_s)
             query = msgspec.msgpack.encode(pull.query)
-            send_frame(sock, _Ask(query, self._authenticate(hello, query)), pull.deadline_s)
+            keys = self._keys_of(sock)
+            send_frame(sock, _Ask(query, keys.authenticate(hello, query)), pull.deadline_s)
             inbox, is_complete = transport.open_inbox(where, self._part_bytes), None
             try:
                 inbox.invite(sock, pull.deadline_s)
                 while is_complete is None:
-                    is_complete = self._receive_part(pull, sock, inbox)
+                    is_complete = self._receive_part(pull, sock, inbox, keys.sealer)
             finally:
                 inbox.close(is_whole=is_complete is not None)
             return is_complete
 
-    def _receive_part(self, pull: _Pull, sock: socket.socket, inbox: KVInbox) -> bool | None:
+    def _receive_part(self, pull: _Pull, sock: socket.socket, inbox: KVInbox, sealer: KVSealer) -> bool | None:
         """Receives a part; returns what it says of the end."""
         part = receive_frame(sock, _PART, self._part_bytes + _OVERHEAD_BYTES, pull.deadline_s)
-        if not all(self._sealer.is_wanted(label.header, pull.query.root, pull.query.keys) for label in part.labels):
+        if not all(sealer.is_wanted(label.header, pull.query.root, pull.query.keys) for label in part.labels):
             raise KVLinkError("another engine sent KV that is not what was asked for")
         sizes = [size for label in part.labels for size in label.header.sizes]
         if sum(sizes) > self._part_bytes:
@@ -287,7 +299,7 @@ class KVSocketLinks:
         pieces = iter(_cut(contents, sizes))
         objects = [RestoredEntry(label.header, tuple(next(pieces) for _ in label.header.sizes)) for label in part.labels]
         for found, label in zip(objects, part.labels, strict=True):
-            if not self._sealer.is_authentic(found.header, found.contents, label.mac):
+            if not sealer.is_authentic(found.header, found.contents, label.mac):
                 raise KVLinkError("another engine sent KV that no engine of this front has made")
         pull.note_part()
         self._hand_in(pull, objects)
@@ -379,19 +391,20 @@ class KVSocketLinks:
         hello = _Hello(secrets.token_bytes(32))
         send_frame(sock, hello, deadline_s)
         ask = receive_frame(sock, _ASK, _MAX_QUERY_BYTES, deadline_s)
-        if not hmac.compare_digest(ask.mac, self._authenticate(hello, ask.query)):
+        if not hmac.compare_digest(ask.mac, self._keys_of(sock).authenticate(hello, ask.query)):
             raise KVLinkError("a peer that does not know the engines' secret asked for KV")
         return _QUERY.decode(ask.query)
 
     def _serve(self, peer: int, query: KVQuery, sock: socket.socket, outbox: KVOutbox, deadline_s: float) -> bool:
         """Sends what a peer asks for; returns whether it got all."""
         self._put(KVDemand(peer, query))
+        sealer = self._keys_of(sock).sealer
         while True:
             if query.follows:
                 deadline_s = time.monotonic() + FOLLOW_TIMEOUT_S
             offer = self._await_offer(peer, deadline_s)
             found = offer.read(offer.entries) if offer.entries else []
-            objects = [self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ()]
+            objects = [sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ()]
             is_complete = offer.is_complete if found is not None else False
             labels = [_Label(sealed.header, sealed.mac) for sealed in objects]
             contents = [content for sealed in objects for content in sealed.contents if content]
@@ -413,8 +426,11 @@ class KVSocketLinks:
                 self._changed.wait(time_left(deadline_s))
             return offered.take(self._num_at_once)
 
-    def _authenticate(self, hello: _Hello, query: bytes) -> bytes:
-        return hmac.digest(self._ask_key, hello.nonce + query, "sha256")
+    def _keys_of(self, sock: socket.socket) -> _LinkKeys:
+        """Returns what authenticates on a connection: engines of two machines know a secret of that one only."""
+        if isinstance(sock, LinkSocket) and sock.secret is not None:
+            return _LinkKeys(self._form, sock.secret)
+        return self._keys
 
 
 def _cut(contents: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:

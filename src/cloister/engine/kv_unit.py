@@ -1,7 +1,8 @@
 """How engines of a sealed node reach each other: none of them may open or connect a socket, so descriptors are handed to them.
 
 Each engine has a listener, an unnamed socket that takes descriptors of connections, and the other ends of the others'
-listeners. Engines that start again get new ones, so the front passes their listeners on. It makes no connection itself.
+listeners. Engines that start again get new ones, so the front passes their listeners on. It makes no connection itself. To
+engines of other machines of a unit lead listeners of the front (`private.unit.carriers`).
 """
 
 from __future__ import annotations
@@ -16,11 +17,35 @@ import msgspec
 
 SEALED: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_sealed_link`)."""
+UNREACHED: Final = f"{SEALED}:none"
+"""Where nobody is: engines of two members are not connected, and compute what one of them has."""
 NUM_DESCRIPTORS: Final = 2
 """What an engine gets of `UnitSeat`: its listener, and the socket over which it hears of the others."""
-_CONNECT: Final = b"+"
-"""The message that brings a listener a connection."""
+_CONNECT, CARRIED = b"+", b"@"
+"""The message that brings a listener a connection: from this machine, or from another one."""
+SECRET_BYTES: Final = 32
+"""What a front tells its end of a carried connection first."""
 _MESSAGE_BYTES: Final = 16
+
+
+class LinkSocket(socket.socket):
+    """A connection between two engines.
+
+    Attributes:
+        secret: what its ends know, in place of what all engines of a front know; None: they know that.
+    """
+
+    secret: bytes | None = None
+
+
+class CarriedSocket(socket.socket):
+    """A connection with an engine of another machine: the front tells its end a secret of this connection first, and what
+    follows is sealed (`engine.kv_sealed_link`)."""
+
+    @classmethod
+    def adopt(cls, sock: socket.socket) -> CarriedSocket:
+        """Takes a socket over."""
+        return cls(fileno=sock.detach())
 
 
 class UnitSeat(msgspec.Struct, frozen=True):
@@ -50,6 +75,7 @@ class KVUnit:
 
     def __init__(self) -> None:
         self._members: dict[int, _Member] = {}
+        self._carriers: dict[int, socket.socket] = {}
         from cloister.engine.locked_keys import lock_keys  # only where it is used: it imports cryptography
 
         self._keys = lock_keys("kv_transfer")
@@ -71,8 +97,30 @@ class KVUnit:
         for other, member in self._members.items():
             _introduce(news, other, member.listener)
             _introduce(member.news, index, listener)
+        for elsewhere, carrier in self._carriers.items():
+            _introduce(news, elsewhere, carrier, is_carrier=True)
         self._members[index] = _Member(listener, news)
         return far_listener, far_news
+
+    def add_carrier(self, index: int, carrier: socket.socket) -> None:
+        """Introduces an engine of another machine to those of this one, in place of an earlier one with this number.
+
+        Args:
+            index: how the engines of this machine number it.
+            carrier: takes descriptors of connections to it; it is this object's from now on.
+        """
+        if (old := self._carriers.pop(index, None)) is not None:
+            old.close()
+        self._carriers[index] = carrier
+        for member in self._members.values():
+            _introduce(member.news, index, carrier, is_carrier=True)
+
+    def deliver(self, index: int, connection: socket.socket) -> None:
+        """Gives an engine of this machine a connection that one of another machine made. Raises OSError if it does not run."""
+        member = self._members.get(index)
+        if member is None:
+            raise ConnectionRefusedError("no such engine runs")
+        socket.send_fds(member.listener, [CARRIED], [connection.fileno()], socket.MSG_DONTWAIT)
 
     def dismiss(self, index: int) -> None:
         """Forgets an engine."""
@@ -85,6 +133,9 @@ class KVUnit:
         """Forgets all engines, and wipes the secret."""
         for index in list(self._members):
             self.dismiss(index)
+        for carrier in self._carriers.values():
+            carrier.close()
+        self._carriers.clear()
         self._keys.clear()
 
 
@@ -93,9 +144,31 @@ def endpoint_of(index: int) -> str:
     return f"{SEALED}:{index}"
 
 
-def _introduce(news: socket.socket, index: int, listener: socket.socket) -> None:
+def relative_endpoint(endpoint: str, target: int, num_engines: int) -> str:
+    """Returns where an engine of a unit of several machines finds another one, which is not where others find that one: each
+    machine numbers its own engines from 0, and those of others behind them.
+
+    Args:
+        endpoint: of the other one, as the unit numbers it: machine by machine, the leader's first.
+        target: which engine of the unit asks.
+        num_engines: of each machine.
+    """
+    kind, _, number = endpoint.partition(":")
+    if kind != SEALED or not number.isdigit():
+        return endpoint
+    machine, engine = divmod(int(number), num_engines)
+    own = target // num_engines
+    if machine == own:
+        return endpoint_of(engine)
+    if own == 0:
+        return endpoint
+    return endpoint_of(num_engines + engine) if machine == 0 else UNREACHED
+
+
+def _introduce(news: socket.socket, index: int, listener: socket.socket, *, is_carrier: bool = False) -> None:
+    message = (CARRIED if is_carrier else b"") + str(index).encode()
     with contextlib.suppress(OSError):  # that engine has ended, and the next one is introduced by `admit`
-        socket.send_fds(news, [str(index).encode()], [listener.fileno()], socket.MSG_DONTWAIT)
+        socket.send_fds(news, [message], [listener.fileno()], socket.MSG_DONTWAIT)
 
 
 class UnitPeers:
@@ -108,21 +181,23 @@ class UnitPeers:
     def __init__(self, news: socket.socket) -> None:
         self._news = news
         self._listeners: dict[int, socket.socket] = {}
+        self._elsewhere: set[int] = set()
         self._lock = threading.Lock()
         threading.Thread(target=self._hear, name="cloister-kv-unit", daemon=True).start()
 
     def connect(self, index: int) -> socket.socket:
-        """Returns a connection to an engine. Raises OSError if it does not run."""
+        """Returns a connection to an engine, a `CarriedSocket` to one of another machine. Raises OSError if it does not run."""
         near, far = socket.socketpair()
         try:
             with far, self._lock:
                 if index not in self._listeners:
                     raise ConnectionRefusedError("no such engine runs")
                 socket.send_fds(self._listeners[index], [_CONNECT], [far.fileno()], socket.MSG_DONTWAIT)
+                is_elsewhere = index in self._elsewhere
         except BaseException:
             near.close()
             raise
-        return near
+        return CarriedSocket.adopt(near) if is_elsewhere else near
 
     def close(self) -> None:
         """Forgets the others."""
@@ -142,11 +217,13 @@ class UnitPeers:
                     return
                 if not message:
                     return
+                index, is_elsewhere = int(message.removeprefix(CARRIED)), message.startswith(CARRIED)
                 for descriptor in descriptors:
                     listener = socket.socket(fileno=descriptor)
                     with self._lock:
-                        old = self._listeners.pop(int(message), None)
-                        self._listeners[int(message)] = listener
+                        old = self._listeners.pop(index, None)
+                        self._listeners[index] = listener
+                        (self._elsewhere.add if is_elsewhere else self._elsewhere.discard)(index)
                     if old is not None:
                         old.close()
 
@@ -164,4 +241,4 @@ class UnitListener(socket.socket):
         message, descriptors, _, _ = socket.recv_fds(self, len(_CONNECT), 1, socket.MSG_CMSG_CLOEXEC)
         if not (message and descriptors):
             raise ConnectionAbortedError("the front and all other engines have ended")
-        return socket.socket(fileno=descriptors[0]), ""
+        return (CarriedSocket if message == CARRIED else socket.socket)(fileno=descriptors[0]), ""

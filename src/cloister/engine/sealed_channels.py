@@ -3,7 +3,8 @@
 The listener, an unnamed socket, receives descriptors of new channels. Channels use the frames of `engine.channel` and may send
 only `Submit`, `Abort`, and what has the KV of its own requests pass from one engine of the node to another. When a channel
 closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another one's
-request is closed: otherwise it could receive that one's outputs.
+request is closed: otherwise it could receive that one's outputs. A channel that comes from another machine is sealed
+(`engine.carried_channel` is its other end).
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterable, Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import msgspec
 
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
+from cloister.engine.kv_frames import KVLinkError
+from cloister.engine.kv_unit import CARRIED, SECRET_BYTES
 from cloister.types.events import (
     Abort,
     CancelPrefetch,
@@ -34,8 +37,12 @@ from cloister.types.events import (
 )
 from cloister.types.request import Request
 
+if TYPE_CHECKING:
+    from cloister.engine.kv_sealed_link import LinkRecords
+    from cloister.engine.locked_keys import LockedKeys
+
 CONNECT: Final = b"+"
-"""The message that accompanies a descriptor."""
+"""The message that accompanies a descriptor, of a channel from this machine; `CARRIED`: from another one."""
 MAX_TOKEN_ID: Final = 2**31
 _READ_BYTES: Final = 65536
 
@@ -46,15 +53,51 @@ def open_listener() -> tuple[socket.socket, socket.socket]:
 
 
 class _Channel:
-    """One worker's channel, with its receive buffer and its unsent output."""
+    """One worker's channel, with its receive buffer and its unsent output.
 
-    def __init__(self, sock: socket.socket) -> None:
+    Args:
+        records: seal it; None for one of this machine.
+    """
+
+    def __init__(self, sock: socket.socket, records: LinkRecords | None = None) -> None:
         self.sock = sock
+        self.records = records
+        self.sealed = bytearray()
         self.received = bytearray()
-        self.unsent = bytearray()
+        self.unsent = bytearray(b"" if records is None else records.public)
         self.lock = threading.Lock()
         self.expected: set[str] = set()  # requests that come later: their KV is loaded before
         self.left: set[str] = set()  # requests that go on in another engine, which loads their KV from here
+
+    def receive(self, data: bytes) -> None:
+        """Opens what came.
+
+        Raises:
+            KVLinkError: the other end has not sealed it.
+        """
+        if self.records is None:
+            self.received += data
+            return
+        self.sealed += data
+        if not self.records.is_agreed:
+            head_bytes = SECRET_BYTES + len(self.records.public)
+            if len(self.sealed) < head_bytes:
+                return
+            self.records.agree(bytes(self.sealed[SECRET_BYTES:head_bytes]), bytes(self.sealed[:SECRET_BYTES]))
+            self.sealed = self.sealed[head_bytes:]
+        while (opened := self.records.open_next(self.sealed)) is not None:
+            self.received += opened
+
+    def queue(self, frame: bytes) -> None:
+        """Adds to the output."""
+        self.unsent += frame if self.records is None else self.records.seal_all(frame)
+
+    def close(self) -> None:
+        """Closes the channel; its keys are wiped."""
+        with self.lock:
+            self.sock.close()
+            if self.records is not None:
+                self.records.close()
 
     def take(self) -> Iterable[bytes]:
         """Yields whole frames.
@@ -102,6 +145,7 @@ class SealedChannels:
         for end in (self._wake_receiver, self._wake_sender):
             end.setblocking(False)
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
+        self._keys: LockedKeys | None = None
         self._by_request: dict[str, _Channel] = {}
         self._stuck: set[_Channel] = set()
 
@@ -145,7 +189,9 @@ class SealedChannels:
 
     def _send(self, worker: _Channel, outputs: Outputs) -> None:
         with worker.lock:
-            worker.unsent += channel.frame(outputs)
+            if worker.sock.fileno() < 0:
+                return  # it was dropped meanwhile
+            worker.queue(channel.frame(outputs))
             is_stuck = worker.push()
         if is_stuck:
             self._stuck.add(worker)
@@ -168,20 +214,31 @@ class SealedChannels:
         for descriptor in descriptors:
             sock = socket.socket(fileno=descriptor)
             sock.setblocking(False)
-            self._selector.register(sock, selectors.EVENT_READ, _Channel(sock))
+            worker = _Channel(sock, self._make_records() if message == CARRIED else None)
+            self._selector.register(sock, selectors.EVENT_READ, worker)
+            worker.push()
         return True
+
+    def _make_records(self) -> LinkRecords:
+        # only where other machines are: it imports cryptography
+        from cloister.engine.kv_sealed_link import LinkRecords
+        from cloister.engine.locked_keys import lock_keys
+
+        if self._keys is None:
+            self._keys = lock_keys("unit_port")
+        return LinkRecords(self._keys, is_source=True)
 
     def _serve(self, worker: _Channel) -> None:
         try:
             data = worker.sock.recv(_READ_BYTES)
             if data:
-                worker.received += data
+                worker.receive(data)
                 for frame in worker.take():
                     self._read(worker, frame)
                 return
         except BlockingIOError:
             return
-        except (OSError, channel.ChannelError, msgspec.MsgspecError, RecursionError):
+        except (OSError, channel.ChannelError, KVLinkError, msgspec.MsgspecError, RecursionError):
             pass
         self._drop(worker)
 
@@ -226,7 +283,7 @@ class SealedChannels:
     def _drop(self, worker: _Channel) -> None:
         self._selector.unregister(worker.sock)
         self._stuck.discard(worker)
-        worker.sock.close()
+        worker.close()
         for request_id, owner in list(self._by_request.items()):  # copy it: the engine's thread removes entries
             if owner is worker and request_id in worker.expected:
                 del self._by_request[request_id]

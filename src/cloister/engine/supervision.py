@@ -145,6 +145,8 @@ class Supervision:
         restarts: its restart policy; None if it cannot be restarted.
         idle_timeout_s: an engine that can be restarted is ended when it had no request for this long, until there is one
             again; None keeps it.
+        watches: False: another process watches the engine and starts the next one; this one opens a channel to it when there is
+            a request.
     """
 
     start_timeout_s: float = 600.0
@@ -152,3 +154,4 @@ class Supervision:
     look_every_s: float = 0.5
     restarts: Restarts | None = field(default_factory=Restarts)
     idle_timeout_s: float | None = None
+    watches: bool = True

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Final, Protocol, runtime_checkable
 
@@ -22,13 +22,13 @@ from cloister.engine.channel import MessageStream
 from cloister.engine.child_process import ProcessHandle
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.kv_pool import KVPool, PoolSeat
-from cloister.engine.kv_unit import KVUnit, UnitSeat
+from cloister.engine.kv_unit import CarriedSocket, KVUnit, UnitSeat, relative_endpoint
 from cloister.engine.sealed_channels import open_listener
 from cloister.engine.spawning import spawn_program
-from cloister.engine.supervision import STACKS_SIGNAL, Supervision
+from cloister.engine.supervision import STACKS_SIGNAL, Restarts, Supervision
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate
-from cloister.types.events import Failed, FrontMessage, Outputs, Ready, Shutdown
+from cloister.types.events import Failed, FrontMessage, KVSource, Outputs, PrefetchKV, Ready, Shutdown, Submit
 from cloister.types.logs import describe
 from cloister.types.processes import OVERWRITING, overwrites
 
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 LOST: Final = "the engine stopped while it held this request; send it again"
 LOST_THREAD: Final = "the engine stopped while it held this request, and in a thread it cannot be restarted; load it again"
 _BUFFER_BYTES: Final = 2**20
+MAX_CHANNEL_PAUSE_S: Final = 1.0
+"""Longest pause before a worker asks again for a channel to an engine that does not run."""
 _STACKS_TIMEOUT_S: Final = 1.0
 _STACKS_PAUSE_S: Final = 0.05
 
@@ -51,7 +53,7 @@ class Transport(Protocol):
 
     Attributes:
         ready: the engine's description of itself; None until it is received.
-        supervision: supervision settings; None if another process supervises the engine.
+        supervision: supervision settings; None if it can neither be watched nor replaced.
         lost: the error for its requests when the engine has ended.
     """
 
@@ -391,35 +393,59 @@ class _Post:
                 self._loop.call_soon(self._deliver)
 
 
+OpenChannel = Callable[[], Awaitable[socket.socket]]
+"""Returns a channel to an engine, a `CarriedSocket` if it is on another machine; raises EngineError if it does not run."""
+
+
 class SealedWorkerTransport(_ChannelTransport):
-    """Transport to an engine over a channel that another process opened (`engine.sealed_channels`), for one request.
+    """Transport to an engine over channels that another process opens (`engine.sealed_channels`), for one request.
 
     Args:
         ready: the engine's description of itself from its start.
+        index: which engine of the unit it is.
+        num_engines: of each machine of the unit.
     """
 
     pid = None
-    supervision: Supervision | None = None  # the front supervises the engine: it gets every step's event
 
-    def __init__(self, ready: Ready) -> None:
+    def __init__(self, ready: Ready, index: int = 0, num_engines: int = 1) -> None:
         self.ready: Ready | None = ready
-        self._sock: socket.socket | None = None
+        self._index, self._num_engines = index, num_engines
+        # the front watches the engine: it gets every step's event; here only another channel is opened
+        self.supervision: Supervision | None = Supervision(
+            restarts=Restarts(10_000, 1e9, 0.05, MAX_CHANNEL_PAUSE_S), watches=False
+        )
+        self._open_channel: OpenChannel | None = None
 
-    def attach(self, sock: socket.socket | None) -> None:
-        """Sets the channel; None: the engine does not run, which `run` says. Called once, before the client starts."""
-        self._sock = sock
+    def attach(self, open_channel: OpenChannel) -> None:
+        """Says where channels come from. Called once, before the client starts."""
+        self._open_channel = open_channel
 
     async def open(self, config: EngineConfig) -> None:
-        if self._sock is not None:
-            self._messages = await MessageStream.open(self._sock)
+        if self._open_channel is None:
+            raise EngineError(LOST)
+        sock = await self._open_channel()
+        if isinstance(sock, CarriedSocket):
+            from cloister.engine.carried_channel import SealedMessageStream  # only where other machines are
+
+            self._messages = await SealedMessageStream.shake_hands(sock)
+        else:
+            self._messages = await MessageStream.open(sock)
 
     def send(self, message: FrontMessage) -> None:
         if self._messages is None:
             return
         if isinstance(message, Shutdown):  # this process does not own the engine
             self._messages.close()
-        else:
-            self._messages.send(message)
+            return
+        if isinstance(message, Submit) and message.kv_source is not None:
+            message = msgspec.structs.replace(message, kv_source=self._find(message.kv_source))
+        elif isinstance(message, PrefetchKV):
+            message = msgspec.structs.replace(message, source=self._find(message.source))
+        self._messages.send(message)
+
+    def _find(self, source: KVSource) -> KVSource:
+        return KVSource(relative_endpoint(source.endpoint, self._index, self._num_engines))
 
     def kill(self) -> None:
         pass
@@ -427,6 +453,7 @@ class SealedWorkerTransport(_ChannelTransport):
     async def close(self) -> str | None:
         if self._messages is not None:
             self._messages.close()
+            self._messages = None
         return None
 
     async def discard_template(self, *, is_final: bool = False) -> None:

@@ -23,6 +23,8 @@ LEASE_SHARE: Final = 0.5
 class _Lease:
     until_s: float
     tables: list[list[int]] = field(default_factory=list)
+    chains: list[Sequence[bytes]] = field(default_factory=list)
+    """The keys that it was taken with."""
     ending_keys: list[list[bytes]] = field(default_factory=list)
     """Chains of a scope of one request."""
 
@@ -81,9 +83,15 @@ class Leases:
         lease = self.by_name.setdefault(name, _Lease(until_s))
         lease.until_s = max(lease.until_s, until_s)
         lease.tables.append(table)
+        lease.chains.append(keys)
         if of_one_request:
             lease.ending_keys.append(list(keys))
         return table
+
+    def chains_of(self, name: str) -> Sequence[Sequence[bytes]]:
+        """Returns the keys that a lease was taken with; nothing if it has ended."""
+        lease = self.by_name.get(name)
+        return () if lease is None else lease.chains
 
     def renew(self, name: str, until_s: float) -> None:
         """Sets when a lease ends that has not ended yet."""

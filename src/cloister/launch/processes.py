@@ -135,6 +135,8 @@ def _make_replicas(
         release=release,
         make_release=make_release,
     )
+    if isinstance(replicas, SealedUnit):
+        replicas.kv_unit = kv_unit
     return replicas
 
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import os
+import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -20,7 +22,7 @@ from cloister.models.location import find_named
 from cloister.models.pulling.store import MANIFEST
 from cloister.policy import Gate
 from cloister.trust import hardening
-from cloister.types.config import EngineConfig, parse_adapters
+from cloister.types.config import EngineConfig, parse_adapters, parse_unit_members
 from cloister.types.errors import ConfigError
 from cloister.types.processes import overwrites
 
@@ -36,6 +38,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     Raises:
         CloisterError: the model cannot be found, or there are several.
     """
+    from cloister.cluster.sealed_unit import count_engines
     from cloister.private.attesting import read_attesting
     from cloister.private.workers.front_app import WAITING_WORKERS
     from cloister.server.serve import fit_connections
@@ -49,8 +52,11 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     model = locate(config.model, progress=True)
     files += map(str, manifests(config))
     attesting = read_attesting(front)
-    # each engine has a channel of every worker, and no process of the node may raise its limit later
-    fit_connections(front.replicas * config.max_num_seqs + WAITING_WORKERS)
+    members = parse_unit_members(front.unit_members)
+    # each engine may have a channel of every worker, and no process of the node may raise its limit later; the front carries
+    # those from and to other machines
+    is_in_unit = members or front.unit_port is not None
+    fit_connections(count_engines(front) * config.max_num_seqs + WAITING_WORKERS, files_each=3 if is_in_unit else 1)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
     execute(
         Launch(
@@ -59,7 +65,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
                 [model, *loaded_beside(config, model).values(), *attesting.folders],
                 [*(Path(file) for file in files if file is not None), *attesting.files],
             ),
-            listen=(front.port,),
+            listen=(front.port,) if front.unit_port is None else (front.port, front.unit_port),
+            connect=tuple(dict.fromkeys(port for _, port in members)),
             with_engine=True,
             with_attester=attesting.uses_hardware,
             module="cloister.cli",
@@ -99,8 +106,10 @@ def _draft_names(config: EngineConfig) -> list[str]:
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
+    from cloister.cluster.sealed_unit import SealedUnit, count_engines
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
+    from cloister.private.unit.machine import open_machine
     from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
     from cloister.private.workers.worker_pool import WorkerPool, start_module
@@ -113,10 +122,17 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     config, front = settings.engine.config, settings.server.config
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
-    engine = make_engine(config, front, pool.keep_listener)
-    await engine.start()
-    started_s = time.time()
+    machine = open_machine(front)
+
+    def keep_listener(index: int, listener: socket.socket) -> None:
+        if machine is not None:
+            machine.keep_listener(index, listener)
+        pool.keep_listener(index, listener)
+
+    engine = make_engine(config, front, keep_listener)
     try:
+        await engine.start()
+        started_s = time.time()
         ready = Ready(engine.model, engine.memory, list(engine.adapters.loaded.values()), engine.startup)
         paths = [path for path in sys.path if path]
         must_lock = overwrites(config.profile)
@@ -134,7 +150,13 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             loaded_beside(config, Path(engine.model.path)),
             describe_settings(config, front),
         )
+        if machine is not None:
+            verifier = announcer.make_verifier(gpu=front.attest_gpus)
+            kv_unit = engine.kv_unit if isinstance(engine, SealedUnit) else None
+            announcer.join(await machine.join(verifier, partial(pool.keep_listener, is_carried=True), kv_unit))
     except BaseException:
+        if machine is not None:
+            machine.close()
         pool.close()
         await engine.drain(0.0)
         raise
@@ -147,15 +169,21 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         engine.health,
         evidence=announcer.evidence,
         gateway_secret=gateway_secret,
-        max_workers=front.replicas * config.max_num_seqs + WAITING_WORKERS,
+        max_workers=count_engines(front) * config.max_num_seqs + WAITING_WORKERS,
+        takes_requests=machine is None or machine.takes_requests,
     )
     announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
 
     def close() -> None:
         announcing.cancel()
+        if machine is not None:
+            machine.close()
         pool.close()
 
-    return ServerApp(app, engine, (), close, lambda: pool.fault or engine.fault())
+    def find_fault() -> str | None:
+        return pool.fault or engine.fault() or (None if machine is None else machine.fault)
+
+    return ServerApp(app, engine, (), close, find_fault)
 
 
 def _tell_hardening() -> Mapping[str, str]:

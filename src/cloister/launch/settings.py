@@ -23,6 +23,7 @@ from cloister.types.config import (
     EngineConfig,
     Resolved,
     ServerConfig,
+    parse_unit_members,
     reject_unknown,
     resolve,
     setting_names,
@@ -309,7 +310,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         )
     if server.idle_keeps == "weights" and server.fork_server is False:
         raise ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
-    if server.router is not None and server.replicas == 1:
+    if server.router is not None and server.replicas == 1 and not (server.sealed and _is_in_unit(server)):
         raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
     if server.slow_replicas is not None and server.replicas == 1:
         raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
@@ -339,6 +340,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
         )
     if server.sealed:
         _check_sealed_replicas(server)
+        _check_unit(server)
     if server.on == LOCAL and server.ray_address is not None:
         raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
     if server.on != LOCAL and server.idle_timeout_s is not None:
@@ -381,6 +383,27 @@ def _check_sealed_replicas(server: ServerConfig) -> None:
         raise ConfigError(f"the front of a sealed node sees no request, so it cannot do this; leave {name} out", param=name)
 
 
+def _check_unit(server: ServerConfig) -> None:
+    """Refuses a unit of several machines that is none."""
+    if server.unit_members is not None and server.unit_port is not None:
+        raise ConfigError(
+            "a node leads a unit or is a member of one; leave unit_members out on members, and unit_port on the leader",
+            param="unit_members",
+        )
+    parse_unit_members(server.unit_members)
+    if server.unit_policy is not None and not _is_in_unit(server):
+        raise ConfigError(
+            "unit_policy is for machines of a unit; set unit_members or unit_port, or leave it out", param="unit_policy"
+        )
+    if server.unit_port is not None and server.unit_port == server.port:
+        raise ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
+
+
+def _is_in_unit(server: ServerConfig) -> bool:
+    """Whether this machine is one of several in a sealed unit."""
+    return server.unit_members is not None or server.unit_port is not None
+
+
 def _check_roles(server: ServerConfig) -> None:
     """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
     from cloister.cluster.roles import assign_roles
@@ -416,7 +439,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
         ConfigError: there is no such router.
         PolicyError: the profile denies it.
     """
-    if server.config.replicas == 1 and server.config.on == LOCAL:
+    if server.config.replicas == 1 and server.config.on == LOCAL and not _is_in_unit(server.config):
         return server
     from cloister.cluster import ROUTERS  # not before the engine, if there is only one
 
@@ -449,12 +472,17 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "hot-prefixes": Use(server.config.replicate_hot_prefixes, "setting `replicate_hot_prefixes`"),
             "standby": Use(server.config.standby > 0, "setting `standby`"),
             "replica-scaling": Use(server.config.max_replicas is not None, "setting `max_replicas`"),
+            "sealed-unit": Use(_is_in_unit(server.config), _name_unit_setting(server.config)),
             "placed-replicas": Use(server.config.on != LOCAL, f"setting `on` {server.config.on}"),
             "slow-replicas": Use(server.config.slow_replicas == "avoid", "setting `slow_replicas` avoid"),
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
         }
     )
     return server
+
+
+def _name_unit_setting(server: ServerConfig) -> str:
+    return "setting `unit_members`" if server.unit_members is not None else "setting `unit_port`"
 
 
 def _quant_entries(name: str) -> list[Entry]:

@@ -87,6 +87,10 @@ def _feature(
     return Feature(name, row, setting, title, does, endangers, rulings, on, instead, declared)
 
 
+_VERIFIED_MACHINES = (
+    "each machine is a sealed node of the same release and configuration, whose evidence the leader and every client verify; "
+    "what passes between two is sealed under keys that only they have; nothing but a draw by capacity decides which is used"
+)
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _OPEN_PORTS = refuse("no port may listen off loopback to others than users and engines, and Mooncake's do")
 _SEALED_TIER = mitigate("AES-256-GCM under a key per scope, only in the engine's locked memory; a share for each tenant")
@@ -604,6 +608,29 @@ _FEATURES: Final = (
         private=_UNATTESTED,
         paranoid=_UNATTESTED,
         instead="leave `on` out, and start more sealed nodes: clients verify each of them and draw one",
+    ),
+    _feature(
+        "sealed-unit",
+        row="router",
+        setting="unit_members",
+        title="Sealed units of several machines",
+        does="has engines of further sealed machines work on requests that are sealed to a node, which verifies each of them; "
+        "so do clients",
+        endangers="requests and KV pass between machines; one that is not what it says would read them or forge answers",
+        part="unit",
+        open=mitigate(_VERIFIED_MACHINES),
+        team=mitigate(_VERIFIED_MACHINES),
+        private=mitigate(_VERIFIED_MACHINES),
+        paranoid=refuse("a request never leaves the machine that it was sealed to"),
+        residue="requests and KV in the memory of the machine whose engine was drawn",
+        where=("host memory", "device memory"),
+        attack="puts a machine of its own between leader and member, or in a member's place",
+        mitigations=(
+            "evidence of each machine, verified by leader, member and client",
+            "a handshake with keys that statements name, in locked memory",
+            "an engine is drawn by capacity among the machines that every valid statement lists",
+        ),
+        instead="leave `unit_members` and `unit_port` out, and start more sealed nodes: clients verify and draw them",
     ),
     _feature(
         "fork-server",

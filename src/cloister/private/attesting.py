@@ -13,17 +13,24 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
+import msgspec
+
+from cloister.private.unit.membership import UnitListing, UnitSide
+from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.private.unsealing import Unsealer
-from cloister.trust.attestation import AttestationError, Attester
+from cloister.trust.attestation import AttestationError, AttestationPolicy, Attester
 from cloister.trust.attestation.evidence import MAX_LIFE_S, Evidence
 from cloister.trust.attestation.node import Facts, gather_facts, with_host
+from cloister.trust.attestation.policy_file import read_policy
 from cloister.trust.attestation.process import AttesterBoot, RemoteAttester, make_attester, open_pair
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.tsm import TdxAttester
+from cloister.trust.attestation.unit import member_extra
+from cloister.trust.sealing import NODE_KEY_OVERLAP_S
 from cloister.trust.transparency.files import read_key
 from cloister.trust.transparency.membership import sign_member
 from cloister.trust.transparency.note import PrivateKey
-from cloister.types.config import ATTESTING, ServerConfig
+from cloister.types.config import ATTESTING, ServerConfig, parse_unit_members
 from cloister.types.errors import CloisterError, ConfigError
 
 LOOK_EVERY_S: Final = 5.0
@@ -37,12 +44,16 @@ class MemberAttester:
     Args:
         attester: produces the evidence for the statement.
         key: the member key, which the membership lists.
+
+    Attributes:
+        public: its public part.
     """
 
     def __init__(self, attester: Attester, key: PrivateKey) -> None:
         self._attester = attester
         self._key = key
         self.kind = attester.kind
+        self.public = key.public
 
     def attest(self, statement: bytes) -> Evidence:
         """See `Attester.attest`."""
@@ -66,6 +77,7 @@ class Attesting:
         log_checkpoint: file with the newest witnessed checkpoint; None omits it.
         capacity: the node's weight when clients draw a node.
         member_key: file with this node's member key; None: the node is not a member, and no client draws it.
+        unit_policy: file with the operator's policy for other machines of the unit; None: none.
     """
 
     boot: AttesterBoot
@@ -73,6 +85,7 @@ class Attesting:
     log_checkpoint: str | None = None
     capacity: int = 1
     member_key: str | None = None
+    unit_policy: str | None = None
 
     @property
     def uses_hardware(self) -> bool:
@@ -88,7 +101,7 @@ class Attesting:
     @property
     def files(self) -> tuple[Path, ...]:
         """Files that the node reads. It re-reads the first two periodically, so they may be replaced."""
-        named = (self.log_checkpoint, self.boot.collateral, self.member_key)
+        named = (self.log_checkpoint, self.boot.collateral, self.member_key, self.unit_policy)
         return tuple(Path(path).expanduser() for path in named if path is not None)
 
 
@@ -109,7 +122,9 @@ def read_attesting(front: ServerConfig) -> Attesting:
         raise ConfigError("NVIDIA's collateral is for evidence of GPUs; add --attest-gpus", param="nvidia_collateral")
     makers = front.amd_certificates, front.intel_collateral, front.nvidia_collateral
     boot = AttesterBoot(front.attester, front.attest_gpus, *makers)
-    return Attesting(boot, front.release, front.log_checkpoint, front.node_capacity or front.replicas, front.member_key)
+    num_engines = front.replicas * (1 + len(parse_unit_members(front.unit_members)))
+    capacity = front.node_capacity or num_engines
+    return Attesting(boot, front.release, front.log_checkpoint, capacity, front.member_key, front.unit_policy)
 
 
 def check_prefixes(release_prefixes: str | None, model: Path) -> None:
@@ -155,7 +170,7 @@ async def open_announcer(
 
     Raises:
         AttestationError: the measurement differs from the release, or the hardware cannot attest; the message says why.
-        ConfigError: the member's key cannot be read, or other users can.
+        ConfigError: the member's key cannot be read, or other users can; or the unit's policy cannot be read.
     """
     release = None if attesting.release is None else Path(attesting.release).expanduser()
     facts = await asyncio.to_thread(gather_facts, profile, model, attesting.capacity, release, beside, settings)
@@ -168,6 +183,7 @@ async def open_announcer(
         started_s,
         hardening,
         lambda: read_checkpoint(attesting.log_checkpoint),
+        unit_policy=None if attesting.unit_policy is None else read_policy(Path(attesting.unit_policy)),
     )
     try:
         await announcer.rehearse()
@@ -208,7 +224,8 @@ def _open_attester(attesting: Attesting, spawn: Spawn | None) -> Attester:
 
 
 # Keeps a node's evidence current: requests a new document for each new key.
-# Evidence is bound to one key and expires with it. While a new document is being produced, the document of the previous key is
+# Evidence is bound to one key and expires with it, or earlier, with the evidence of a machine of the unit; it is made again
+# when that machine has shown newer evidence. While a new document is being produced, the document of the previous key is
 # served: that key still opens requests. Expired evidence is never served.
 class Announcer:
     """Requests evidence from the attester and serves it.
@@ -221,6 +238,7 @@ class Announcer:
         started_s: earliest time at which the first key can have been created, Unix seconds.
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
         now: returns Unix seconds.
+        unit_policy: what the operator accepts of other machines of the unit (`PeerVerifier`).
     """
 
     def __init__(
@@ -232,8 +250,10 @@ class Announcer:
         hardening: Callable[[], Mapping[str, str]],
         read_checkpoint: Callable[[], str] = lambda: "",
         now: Callable[[], float] = time.time,
+        unit_policy: AttestationPolicy | None = None,
     ) -> None:
         self._unsealer = unsealer
+        self._unit_policy = unit_policy
         self._attester = attester
         self._facts = facts
         self._hardening = hardening
@@ -242,7 +262,10 @@ class Announcer:
         self._seen_s = started_s
         self._keys = b""
         self._document: bytes | None = None
-        self._ends_s = 0
+        self._born_s = self._ends_s = 0
+        self._unit: UnitSide | None = None
+        self._listed: tuple[str, ...] = ()
+        self._rehearsed: Evidence | None = None
         self._last_word = ""
 
     def evidence(self) -> bytes | None:
@@ -255,28 +278,58 @@ class Announcer:
         Raises:
             AttestationError: the machine cannot attest; the message says what is missing.
         """
-        await asyncio.to_thread(self._attester.attest, b"rehearsal")
+        self._rehearsed = await asyncio.to_thread(self._attester.attest, b"rehearsal")
+
+    def make_verifier(self, *, gpu: bool) -> PeerVerifier:
+        """Returns what verifies the other machines of this node's unit, after `rehearse`.
+
+        Args:
+            gpu: whether GPUs have to be attested.
+
+        Raises:
+            AttestationError: evidence of this kind cannot be verified here, as a library is missing.
+        """
+        assert self._rehearsed is not None, "the hardware is asked at the start"
+        member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
+        verifier = PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
+        verifier.load_libraries(self._now())
+        return verifier
+
+    def join(self, unit: UnitSide) -> None:
+        """Has statements say what the node's unit is, from the next one on."""
+        self._unit = unit
 
     async def renew(self) -> bool:
-        """Requests evidence if the key has changed; returns whether it did.
+        """Requests evidence if the key or the unit has changed; returns whether it did.
 
         Raises:
             CloisterError: the hardware produced none; the previous document is kept.
         """
         now = self._now()
         keys, receipt_key = await self._unsealer.publish_all()
-        if keys == self._keys:
-            self._seen_s = now
-            return False
+        listing = self._unit.list_members() if self._unit is not None else UnitListing()
+        is_new_key = keys != self._keys
         # The key is not older than the last check that saw the previous key, so this expiry is never later than the key's.
-        born_s = int(min(self._seen_s, now))
-        ends_s = born_s + int(MAX_LIFE_S)
+        born_s = int(min(self._seen_s, now)) if is_new_key else self._born_s
+        ends_s = born_s + MAX_LIFE_S if listing.ends_s is None else min(born_s + MAX_LIFE_S, listing.ends_s)
+        if not is_new_key:
+            self._seen_s = now
+            ends_soon = self._ends_s - now < NODE_KEY_OVERLAP_S and ends_s > self._ends_s
+            if listing.members == self._listed and not ends_soon:
+                return False
         checkpoint = await asyncio.to_thread(self._read_checkpoint)
         hardening = with_host(self._hardening(), self._attester.kind)
-        statement = self._facts.state(keys, born_s, ends_s, checkpoint, hardening, receipt_key)
+        unit_key = self._unit.key.public if self._unit is not None else b""
+        statement = self._facts.state(
+            keys, born_s, ends_s, checkpoint, hardening, receipt_key, unit_key=unit_key, unit_members=listing.members
+        )
         evidence = await asyncio.to_thread(self._attester.attest, statement)
-        self._document, self._ends_s = evidence.encode(), ends_s
-        self._keys, self._seen_s = keys, now
+        members = {member_extra(number): document for number, document in enumerate(listing.documents, 1)}
+        document = msgspec.structs.replace(evidence, extra={**evidence.extra, **members}).encode()
+        if self._unit is not None:
+            self._unit.take_evidence(document)
+        self._document, self._born_s, self._ends_s = document, born_s, ends_s
+        self._keys, self._seen_s, self._listed = keys, now, listing.members
         return True
 
     async def renew_forever(self) -> None:

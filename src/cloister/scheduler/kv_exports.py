@@ -6,6 +6,7 @@ query may follow a prompt that is being computed here (decisions/0037): then ent
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
@@ -60,8 +61,8 @@ class KVExports:
         requests: the scheduler's requests.
 
     Attributes:
-        of_requests_only: a query gets something only if this engine has its request, or holds KV of it for the one that goes on
-            with it; what is cached besides is not given away.
+        of_requests_only: a query gets KV of its request only, and only if this engine has that request, or holds KV of it for
+            the one that goes on with it; what is cached besides is not given away.
     """
 
     def __init__(self, requests: RequestTable) -> None:
@@ -149,21 +150,28 @@ class KVExports:
             return None
         return sequence.num_kept
 
-    def _is_routed(self, query: KVQuery) -> bool:
-        """Whether a query is for a request that was handed on from here, or may be."""
+    def _count_own(self, query: KVQuery, start: int) -> int:
+        """Returns how many leading keys of a query are those of its request, which is here or was handed on from here. By its
+        name nobody gets KV of another one.
+
+        Args:
+            start: so many of them were counted before.
+        """
         state = self._requests.request_states.get(query.request_id)
-        if state is not None:
-            return state.root == query.root
-        return self._leases is not None and query.request_id in self._leases
+        sequences = [] if state is None else state.sequences
+        held = [] if self._leases is None else self._leases.chains_of(query.request_id)
+        chains = [*map(self._requests.match_keys, sequences), *held]
+        return max((_count_same(query.keys, chain, start) for chain in chains), default=0)
 
     def _find(self, number: int, export: _Export, now: float) -> None:
         """Leases entries behind those that were found."""
         assert self._leases is not None
         query, start = export.query, export.num_found
-        if self.of_requests_only and not self._is_routed(query):
+        keys = query.keys[: self._count_own(query, start)] if self.of_requests_only else query.keys
+        if len(keys) <= start:
             return
         until_s = now + (FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S)
-        table = self._leases.take(_name(number), query.keys, until_s, start=start)
+        table = self._leases.take(_name(number), keys, until_s, start=start)
         export.num_found = start + len(table) // self._num_groups
         for entry in range(start, export.num_found):
             at = (entry - start) * self._num_groups
@@ -190,6 +198,12 @@ def cut_prompt(start: int, num_left: int, block_size: int) -> int:
     last = (start + num_left - 1) // block_size * block_size
     end = -(-(start + num_left - num_left // PART_SHARE) // block_size) * block_size
     return max(min(end, last) - start, 1)
+
+
+def _count_same(asked: Sequence[bytes], own: Sequence[bytes], start: int) -> int:
+    """Returns the length of the common beginning of two chains whose first `start` keys are known to be the same."""
+    end = min(len(asked), len(own))
+    return next((entry for entry in range(start, end) if asked[entry] != own[entry]), end)
 
 
 def _name(number: int) -> str:

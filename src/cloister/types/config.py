@@ -6,6 +6,7 @@ No I/O, no environment. Flags, documentation and the config file's keys are gene
 from __future__ import annotations
 
 import difflib
+import ipaddress
 import math
 import types
 from collections.abc import Iterable, Mapping, Sequence
@@ -381,6 +382,23 @@ class ServerConfig:
     node_capacity: int | None = setting(
         None, "Weight of a sealed node when clients draw; default: its replicas.", low=1, high=1_000_000
     )
+    unit_members: str | None = setting(
+        None,
+        "Unit ports of further machines whose engines answer requests that are sealed to this node, IP:PORT, comma-separated;"
+        " each is verified as clients verify a node.",
+    )
+    unit_port: int | None = setting(
+        None,
+        "Port, at `host`, for the node that names this one in its unit_members: this node verifies it, lends it its engines,"
+        " and takes no requests of its own.",
+        low=1,
+        high=65535,
+    )
+    unit_policy: str | None = setting(
+        None,
+        "File with what machines of a unit accept of each other's hardware (JSON, as a client's policy): firmware, providers;"
+        " that they run the same is never left to it.",
+    )
     keep_responses: bool | None = setting(
         None,
         "Keep conversations of `/v1/responses` in memory for an hour; unset, the profile's default.",
@@ -410,6 +428,9 @@ ATTESTING: Final = (
     "log_checkpoint",
     "member_key",
     "node_capacity",
+    "unit_members",
+    "unit_port",
+    "unit_policy",
 )
 """Settings of `ServerConfig` that only a sealed node uses."""
 
@@ -472,6 +493,38 @@ def parse_adapters(setting: str) -> list[tuple[str, str]]:
     if any(not name or not path for name, path in pairs) or len(dict(pairs)) < len(pairs):
         raise ConfigError("lora must be NAME=DIRECTORY, with commas between several, each name once", param="lora")
     return pairs
+
+
+MAX_UNIT_MEMBERS: Final = 7
+"""Most other machines of a sealed unit: the evidence of all of them has to fit into the leader's."""
+
+
+def parse_unit_members(setting: str | None) -> tuple[tuple[str, int], ...]:
+    """Returns (IP address, port) of each member that the setting `unit_members` names.
+
+    Raises:
+        ConfigError: an entry is no address with a port, occurs twice, or there are too many.
+    """
+    found = []
+    for entry in _names(setting):
+        host, _, port = entry.rpartition(":")
+        host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+        try:
+            address = ipaddress.ip_address(host)
+        except ValueError:
+            address = None
+        if address is None or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+            raise ConfigError(
+                "unit_members must be IP:PORT, with commas between several, such as 10.0.0.2:9100 or [fd00::2]:9100; a sealed "
+                "node looks up no names",
+                param="unit_members",
+            )
+        found.append((str(address), int(port)))
+    if len(set(found)) < len(found) or len(found) > MAX_UNIT_MEMBERS:
+        raise ConfigError(f"unit_members must name each member once, at most {MAX_UNIT_MEMBERS}", param="unit_members")
+    if setting is not None and not found:
+        raise ConfigError("unit_members names no member; leave it out, or name IP:PORT of one", param="unit_members")
+    return tuple(found)
 
 
 def reject_unknown(names: Iterable[str], known: Iterable[str], source: str) -> None:

@@ -37,7 +37,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
     "sealed": (
         "sealed", "attester", "attest_gpus", "amd_certificates", "intel_collateral", "nvidia_collateral", "release",
-        "log_checkpoint", "gateway_secret", "member_key", "node_capacity",
+        "log_checkpoint", "gateway_secret", "member_key", "node_capacity", "unit_members", "unit_port",
+        "unit_policy",
     ),
 }  # fmt: skip
 """Group -> names of its settings, in display order."""

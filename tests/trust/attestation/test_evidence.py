@@ -70,13 +70,55 @@ OTHERS = {
     "not_after": 1_700_003_599,
     "checkpoint": "cloister.test/log\n8\nAAAA\n",
     "receipt_key": bytes(32),
+    "unit_key": bytes(32),
+    "unit_members": ("0d" * 32,),
 }
+BYTES_BEFORE_UNITS = "61b62b92b68fa63ba418f24d0b064efe"
+"""Of the report data of `STATEMENT`, as it was before statements had fields for units."""
+OTHERS_ALONG = {"unit_members": {"unit_key": bytes(32)}}
 
 
 @pytest.mark.parametrize("field", [f.name for f in msgspec.structs.fields(Statement) if f.name != "type"])
 def test_every_field_is_bound_by_the_report_data(field: str):
-    other = msgspec.structs.replace(STATEMENT, **{field: OTHERS[field]})
-    assert report_data(other.encode()) != EVIDENCE.report_data
+    along = OTHERS_ALONG.get(field, {})
+    one = msgspec.structs.replace(STATEMENT, **along)
+    other = msgspec.structs.replace(STATEMENT, **{field: OTHERS[field]}, **along)
+    assert report_data(other.encode()) != report_data(one.encode())
+
+
+def test_a_statement_without_a_unit_has_the_bytes_that_it_always_had():
+    """Evidence that was made before there were units, or without one, is verified as before, byte for byte."""
+    assert report_data(STATEMENT.encode()).hex()[:32] == BYTES_BEFORE_UNITS
+    assert b"unit" not in STATEMENT.encode()
+    for field in (b',"unit_key":""', b',"unit_members":[]'):
+        padded = STATEMENT.encode().removesuffix(b"}") + field + b"}"
+        with pytest.raises(EvidenceError, match="canonical"):
+            read_statement(padded)
+
+
+def test_a_statement_with_a_unit_comes_back_as_it_was():
+    unit = msgspec.structs.replace(STATEMENT, unit_key=bytes(range(32)), unit_members=("0d" * 32, "0e" * 32))
+    assert read_statement(unit.encode()) == unit
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"unit_key": bytes(31)},
+        {"unit_key": bytes(33)},
+        {"unit_members": ("0d" * 32,)},
+        {"unit_key": bytes(32), "unit_members": ("0e" * 32, "0d" * 32)},
+        {"unit_key": bytes(32), "unit_members": ("0d" * 32, "0d" * 32)},
+        {"unit_key": bytes(32), "unit_members": (hashlib.sha256(bytes(32)).hexdigest(),)},
+        {"unit_key": bytes(32), "unit_members": ("short",)},
+        {"unit_key": bytes(32), "unit_members": tuple(f"{number:064x}" for number in range(8))},
+    ],
+    ids=["short", "long", "no key", "not sorted", "twice", "itself", "no digest", "too many"],
+)
+def test_a_unit_that_is_none_is_neither_written_nor_read(change: dict[str, object]):
+    broken = msgspec.structs.replace(STATEMENT, **change)
+    with pytest.raises(EvidenceError):
+        broken.encode()
 
 
 @pytest.mark.parametrize(

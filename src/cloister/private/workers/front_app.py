@@ -37,6 +37,7 @@ def worker_node_app(
     evidence: Callable[[], bytes | None] = lambda: None,
     gateway_secret: str | None = None,
     max_workers: int = WAITING_WORKERS,
+    takes_requests: bool = True,
 ) -> Starlette:
     """Returns the application.
 
@@ -44,6 +45,7 @@ def worker_node_app(
         health: of the engine.
         evidence: returns the evidence document for the current key; None while there is none.
         gateway_secret: secret that a gateway must present; None accepts any request that opens.
+        takes_requests: False: its engines work for another machine of its unit, and no client seals to it.
     """
 
     def check(scope: Scope) -> None:
@@ -70,7 +72,7 @@ def worker_node_app(
         pool, check, figures, max_request_bytes=MAX_REQUEST_BYTES, body_timeout_s=BODY_TIMEOUT_S, max_workers=max_workers
     )
     routes = [
-        Route(NODE_PATH, Post(front)),
+        *([Route(NODE_PATH, Post(front))] if takes_requests else ()),
         Route(KEYS_PATH, File(pool.unsealer.publish, KEYS_MEDIA_TYPE)),
         Route(EVIDENCE_PATH, File(read_evidence, "application/json")),
         Route("/health", tell_health, methods=["GET"]),

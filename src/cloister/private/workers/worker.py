@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 import msgspec
 from starlette.types import ASGIApp, Message
 
-from cloister.cluster.sealed_unit import connect_engines
+from cloister.cluster.sealed_unit import connect_engines, count_engines
 from cloister.engine import SealedWorkerTransport
 from cloister.engine.kv_unit import endpoint_of
 from cloister.models.image_processing import open_image_processor
@@ -21,6 +22,7 @@ from cloister.private.gateway import NODE_PATH
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
+from cloister.private.workers.channel_broker import ChannelSource
 from cloister.private.workers.image_decoder import ForkedDecoder
 from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
@@ -41,7 +43,6 @@ from cloister.trust.sealing import (
     encode_request,
     seal_chunked_request,
 )
-from cloister.types.events import Ready
 from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
@@ -60,7 +61,7 @@ class NodeServing:
 
     Args:
         node: opens and seals (`private.node.node_app`).
-        link: connects the node to its engines through a channel each.
+        link: gives the node what it gets channels to its engines from.
         rehearsal: the same node with a temporary key, whose configuration is `configuration`; dropped after the warm-up.
         close: locks down this process once everything is loaded.
         decoder: decodes the images of a request; None for a model that takes none.
@@ -69,7 +70,7 @@ class NodeServing:
     def __init__(
         self,
         node: ASGIApp,
-        link: Callable[[Sequence[socket.socket | None]], Awaitable[None]],
+        link: Callable[[ChannelSource], Awaitable[None]],
         unsealer: RemoteUnsealer,
         rehearsal: ASGIApp,
         configuration: KeyConfiguration,
@@ -101,11 +102,11 @@ class NodeServing:
             await app(to_scope(Head("POST", NODE_PATH, [(b"content-type", CHUNKED.request_type.encode())])), receive, send)
         self._rehearsal = None
 
-    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+    async def serve(self, front: socket.socket, broker: socket.socket, key_service: socket.socket) -> None:
         if self._decoder is not None:
             self._decoder.fork()  # before there is anything of the request here
         reader, writer = await asyncio.open_unix_connection(sock=front, limit=_LIMIT_BYTES)
-        await self._link(engines)
+        await self._link(ChannelSource(broker))
         self._unsealer.attach(key_service)
         head = await receive_for_worker(reader)
         if not isinstance(head, Head):
@@ -154,7 +155,7 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         reuses_prefixes=bool(boot.engine.prefix_cache),
         sealed=True,
     )
-    unsealer, transports = RemoteUnsealer(), [SealedWorkerTransport(ready) for ready in _list_engines(boot)]
+    unsealer, transports = RemoteUnsealer(), list(_make_transports(boot))
     engine = connect_engines(transports, boot.engine, boot.server)
     path = Path(boot.ready.model.path)
     tokenizer = Tokenizer(path, remembers=False)
@@ -170,9 +171,9 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
         open_decoding=decoder.open if decoder is not None else None,
     )
 
-    async def link(channels: Sequence[socket.socket | None]) -> None:
-        for transport, channel in zip(transports, channels, strict=True):
-            transport.attach(channel)
+    async def link(channels: ChannelSource) -> None:
+        for index, transport in enumerate(transports):
+            transport.attach(partial(channels.open, index))
         await engine.start()
 
     config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
@@ -182,11 +183,12 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
     return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close, decoder)
 
 
-def _list_engines(boot: ZygoteBoot) -> Iterator[Ready]:
-    """Yields what each engine of the node says of itself: they differ in where the others load its KV from."""
-    for index in range(boot.server.replicas):
+def _make_transports(boot: ZygoteBoot) -> Iterator[SealedWorkerTransport]:
+    """Yields a transport to each engine of the unit. What they say of themselves differs in where others load their KV from."""
+    for index in range(count_engines(boot.server)):
         endpoint = None if boot.engine.kv_transfer is None else endpoint_of(index)
-        yield msgspec.structs.replace(boot.ready, kv_endpoint=endpoint)
+        ready = msgspec.structs.replace(boot.ready, kv_endpoint=endpoint)
+        yield SealedWorkerTransport(ready, index, boot.server.replicas)
 
 
 def _make_decoder(path: Path) -> ForkedDecoder | None:

@@ -82,7 +82,7 @@ class WorkerPool:
         self._zygote: socket.socket | None = None
         self._processes: list[ProcessHandle] = []
         self._turn = asyncio.Lock()
-        self._engine_listeners: dict[int, socket.socket] = {}  # that the zygote does not have yet
+        self._engine_listeners: dict[bytes, socket.socket] = {}  # that the zygote does not have yet
         self.unsealer = RemoteUnsealer()
         self.memory = ""
 
@@ -97,15 +97,17 @@ class WorkerPool:
             return "the key service or the zygote of this node has ended; start the node again"
         return None
 
-    def keep_listener(self, index: int, listener: socket.socket) -> None:
+    def keep_listener(self, index: int, listener: socket.socket, *, is_carried: bool = False) -> None:
         """Passes on the listener of a new engine; this process keeps no access to the engine's content.
 
         Args:
-            index: which of the node's engines it is.
+            index: which of the unit's engines it is.
+            is_carried: it is on another machine (`unit.carriers`).
         """
-        if (old := self._engine_listeners.pop(index, None)) is not None:
+        command = engine_listener(index, is_carried=is_carried)
+        if (old := self._engine_listeners.pop(command, None)) is not None:
             old.close()
-        self._engine_listeners[index] = listener
+        self._engine_listeners[command] = listener
         if self._zygote is not None:
             self._pass_listeners(self._zygote)
 
@@ -165,9 +167,9 @@ class WorkerPool:
 
     def _pass_listeners(self, zygote: socket.socket) -> None:
         while self._engine_listeners:
-            index, listener = self._engine_listeners.popitem()
+            command, listener = self._engine_listeners.popitem()
             with listener:
-                socket.send_fds(zygote, [engine_listener(index)], [listener.fileno()])
+                socket.send_fds(zygote, [command], [listener.fileno()])
 
     async def _boot(self, module: str, boot: bytes, kind: type[R]) -> tuple[socket.socket, R]:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -1,7 +1,7 @@
 """The zygote: `python -m cloister.private.workers.zygote FD`. It loads everything once, and forks a worker for each request.
 
-It has one thread and never holds content: it passes on descriptors (the front's exchange, a channel to the engine, a channel to
-the key service) and reads none of them. A worker serves one exchange and exits, whatever the outcome.
+It has one thread and never holds content: it passes on descriptors (the front's exchange, channels to engines, a channel to the
+key service) and reads none of them. A worker serves one exchange and exits, whatever the outcome.
 """
 
 from __future__ import annotations
@@ -13,13 +13,15 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import msgspec
 
+from cloister.engine.kv_unit import CARRIED
 from cloister.engine.machine import freeze_gc_heap
 from cloister.engine.sealed_channels import CONNECT
+from cloister.private.workers.channel_broker import ChannelBroker
 from cloister.trust.hardening.landlock import confine_signals
 from cloister.trust.shape import TrafficShape
 from cloister.types.config import EngineConfig, ServerConfig
@@ -29,9 +31,9 @@ from cloister.types.logs import describe
 from cloister.types.processes import count_threads, end_with_parent, name_process
 
 MESSAGE_BYTES: Final = 1 << 20
-ENGINE_LISTENER, KEY_SERVICE_LISTENER, WORK = b"e", b"s", b"w"
-"""Commands to a zygote, each with a descriptor: a new engine's listener (`engine_listener`), the key service's, and an exchange
-to serve."""
+ENGINE_LISTENER, CARRIER, KEY_SERVICE_LISTENER, WORK = b"e", b"c", b"s", b"w"
+"""Commands to a zygote, each with a descriptor: the listener of a new engine, or of what carries channels to one of another
+machine (`engine_listener`), the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
 """The reply to `WORK`; a listener gets none."""
 LIFE_MARGIN_S: Final = 120
@@ -71,20 +73,20 @@ class Serving(Protocol):
     def close(self) -> None:
         """Drops privileges of this process, and of all that it forks, that are no longer needed."""
 
-    async def serve(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+    async def serve(self, front: socket.socket, broker: socket.socket, key_service: socket.socket) -> None:
         """Serves one exchange.
 
         Args:
-            engines: a channel to each engine of the node; None for one that does not run. One runs at least.
+            broker: from which it gets channels to engines (`channel_broker.ChannelSource`).
         """
 
 
 Factory = Callable[[ZygoteBoot], Serving]
 
 
-def engine_listener(index: int) -> bytes:
-    """Returns the command that brings the listener of an engine."""
-    return ENGINE_LISTENER + str(index).encode()
+def engine_listener(index: int, *, is_carried: bool = False) -> bytes:
+    """Returns the command that brings the listener of an engine, or of what carries channels to one of another machine."""
+    return (CARRIER if is_carried else ENGINE_LISTENER) + str(index).encode()
 
 
 class Zygote:
@@ -92,13 +94,12 @@ class Zygote:
 
     Args:
         control: receives the front's commands.
-        num_engines: of the node.
         life_s: a worker is killed after this time, in seconds.
     """
 
-    def __init__(self, control: socket.socket, serving: Serving, num_engines: int, life_s: float) -> None:
+    def __init__(self, control: socket.socket, serving: Serving, life_s: float) -> None:
         self._control = control
-        self._num_engines = num_engines
+        self._broker = ChannelBroker(self._engine_channel, control)
         self._serving = serving
         self._life_s = life_s
         self._listeners: dict[bytes, socket.socket] = {}
@@ -106,6 +107,7 @@ class Zygote:
     def run(self) -> None:
         """Serves until the front closes the socket."""
         while True:
+            self._broker.serve()
             message, descriptors, _, _ = socket.recv_fds(self._control, 16, 1)
             if not message:
                 return
@@ -121,27 +123,23 @@ class Zygote:
             _reap()
 
     def _work(self, front: socket.socket) -> None:
-        """Forks a worker. If no engine or not the key service can be reached, none is forked and the front's exchange is
-        closed."""
+        """Forks a worker. If the key service cannot be reached, none is forked and the front's exchange is closed."""
         with contextlib.ExitStack() as opened:
             opened.enter_context(front)
             try:
-                engines = [self._engine_channel(index) for index in range(self._num_engines)]
-                for engine in engines:
-                    if engine is not None:
-                        opened.enter_context(engine)
                 key_service = opened.enter_context(self._channel(KEY_SERVICE_LISTENER, socket.SOCK_SEQPACKET))
-                if any(engines) and os.fork() == 0:
-                    self._become_worker(front, engines, key_service)
+                broker = opened.enter_context(self._broker.admit())
+                if os.fork() == 0:
+                    self._become_worker(front, broker, key_service)
             except (OSError, KeyError):
                 return
 
-    def _engine_channel(self, index: int) -> socket.socket | None:
-        """Returns a channel to an engine; None if it does not run."""
-        try:
-            return self._channel(engine_listener(index), socket.SOCK_STREAM)
-        except (OSError, KeyError):
-            return None
+    def _engine_channel(self, index: int) -> tuple[socket.socket, bytes]:
+        """Returns a channel to an engine, and how it comes. Raises OSError or KeyError if it does not run."""
+        carrier = engine_listener(index, is_carried=True)
+        if carrier in self._listeners:
+            return self._channel(carrier, socket.SOCK_STREAM), CARRIED
+        return self._channel(engine_listener(index), socket.SOCK_STREAM), CONNECT
 
     def _channel(self, listener: bytes, kind: socket.SocketKind) -> socket.socket:
         near, far = socket.socketpair(socket.AF_UNIX, kind)
@@ -154,7 +152,7 @@ class Zygote:
             raise
         return near
 
-    def _become_worker(self, front: socket.socket, engines: Sequence[socket.socket | None], key_service: socket.socket) -> None:
+    def _become_worker(self, front: socket.socket, broker: socket.socket, key_service: socket.socket) -> None:
         """Serves one exchange and exits; never returns."""
         status = 1
         try:
@@ -165,7 +163,8 @@ class Zygote:
             signal.setitimer(signal.ITIMER_REAL, self._life_s)
             for sock in (self._control, *self._listeners.values()):
                 sock.close()
-            asyncio.run(self._serving.serve(front, engines, key_service))
+            self._broker.close()  # with the end of another worker it could give that one channels that it reads
+            asyncio.run(self._serving.serve(front, broker, key_service))
             status = 0
         except BaseException as error:
             os.write(2, f"a worker failed: {describe(error) if isinstance(error, Exception) else 'stopped'}\n".encode())
@@ -197,7 +196,7 @@ def main(descriptor: int) -> int:
         return 1
     freeze_gc_heap()  # workers share these pages, so the garbage collector must not touch them
     control.send(msgspec.msgpack.encode(ZygoteReady(num_threads=num_threads)))
-    Zygote(control, serving, boot.server.replicas, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
+    Zygote(control, serving, boot.engine.request_timeout_s + LIFE_MARGIN_S).run()
     return 0
 
 

@@ -13,6 +13,7 @@ from typing import Annotated, TypeVar
 import msgspec
 from msgspec import Meta
 
+from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import CloisterError
 
 MAX_EVIDENCE_BYTES = 512 * 1024
@@ -21,6 +22,7 @@ MAX_CONFIGURATION_BYTES = 32 * 1024
 MAX_EXTRAS = 32
 MAX_LIFE_S = 3600
 """Maximum validity of a statement: that of the node's key, one hour."""
+UNIT_KEY_BYTES = 32
 
 _PATTERN = r"^[a-z0-9][a-z0-9._-]{0,63}\Z"
 
@@ -33,6 +35,8 @@ Measured = Annotated[str, Meta(pattern=r"^(applied|missing): [^\x00-\x1f]{0,500}
 Note = Annotated[str, Meta(max_length=16_384)]
 Entry = Annotated[str, Meta(pattern=r"^[^\x00-\x1f\x7f]{1,512}\Z")]
 ReceiptKey = Annotated[bytes, Meta(max_length=32)]
+UnitPublicKey = Annotated[bytes, Meta(max_length=UNIT_KEY_BYTES)]
+UnitMembers = Annotated[tuple[Hex, ...], Meta(max_length=MAX_UNIT_MEMBERS)]
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -59,6 +63,12 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         not_before, not_after: validity period of the statement, Unix seconds, at most an hour.
         checkpoint: the latest witnessed log checkpoint known to the node, a signed note; empty if none.
         receipt_key: Ed25519 public key that verifies receipts of requests sealed to `keys`; empty if the node signs none.
+        unit_key: X25519 public key with which the node authenticates itself to the other machines of its unit; empty if it has
+            none.
+        unit_members: SHA-256 (hex) of the `unit_key` of each other machine whose engines may work on requests sealed to `keys`,
+            sorted. A node that has a key and no members is a member of another node's unit, or a leader alone.
+
+    The last two are left out where they are empty, so a statement without them has the bytes that it always had.
     """
 
     type: Annotated[str, Meta(pattern=r"^cloister statement v1\Z")] = "cloister statement v1"
@@ -74,6 +84,8 @@ class Statement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     not_after: Seconds
     checkpoint: Note = ""
     receipt_key: ReceiptKey = b""
+    unit_key: UnitPublicKey = b""
+    unit_members: UnitMembers = ()
 
     @property
     def node_id(self) -> str:
@@ -158,13 +170,28 @@ def read_statement(encoded: bytes) -> Statement:
     life_s = statement.not_after - statement.not_before
     if not 0 < life_s <= MAX_LIFE_S:
         raise EvidenceError(f"the statement lives {life_s} s; more than 0 and at most {MAX_LIFE_S} are possible")
+    _check_unit_fields(statement)
     if _canonical(statement) != encoded:
         raise EvidenceError("the statement is not in its one canonical form")
     return statement
 
 
+def _check_unit_fields(statement: Statement) -> None:
+    key, members = statement.unit_key, statement.unit_members
+    if len(key) not in (0, UNIT_KEY_BYTES) or (members and not key):
+        raise EvidenceError(f"the statement's unit_key has {len(key)} bytes; it has {UNIT_KEY_BYTES}, or none without members")
+    if list(members) != sorted(set(members)) or hashlib.sha256(key).hexdigest() in members:
+        raise EvidenceError("the statement's unit_members are not sorted, name one twice, or name the node itself")
+
+
 def _canonical(value: msgspec.Struct) -> bytes:
-    return msgspec.json.encode(value, order="sorted")
+    if not isinstance(value, Statement):
+        return msgspec.json.encode(value, order="sorted")
+    stated = msgspec.structs.asdict(value)
+    for name in ("unit_key", "unit_members"):
+        if not stated[name]:
+            del stated[name]
+    return msgspec.json.encode(stated, order="sorted")
 
 
 def _decode(encoded: bytes, kind: type[_T], what: str) -> _T:

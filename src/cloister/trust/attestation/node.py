@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -35,7 +35,11 @@ _NAMED: Final = 5
 
 @dataclass(frozen=True, slots=True)
 class Facts:
-    """The facts that are constant while a node runs; see `Statement`."""
+    """The facts that are constant while a node runs; see `Statement`.
+
+    Attributes:
+        launch: the registers that its release names, with their values, hex; none without a release.
+    """
 
     release: str
     model: str
@@ -43,6 +47,7 @@ class Facts:
     profile_digest: str
     configuration: Mapping[str, str]
     capacity: int
+    launch: Mapping[str, str] = field(default_factory=dict)
 
     def state(
         self,
@@ -52,6 +57,8 @@ class Facts:
         checkpoint: str,
         hardening: Mapping[str, str],
         receipt_key: bytes = b"",
+        unit_key: bytes = b"",
+        unit_members: tuple[str, ...] = (),
     ) -> bytes:
         """Returns the statement for a key configuration, canonical JSON.
 
@@ -71,6 +78,8 @@ class Facts:
             not_after=not_after,
             checkpoint=checkpoint,
             receipt_key=receipt_key,
+            unit_key=unit_key,
+            unit_members=unit_members,
         ).encode()
 
 
@@ -100,15 +109,16 @@ def gather_facts(
     model_digest, profile_digest = measure_loaded(model, beside), measure_profile(profile)
     configuration = measure_configuration(settings, model, beside)
     if release is None:
-        digest = hashlib.sha256(encode_manifest(measured)).hexdigest()
+        digest, launch = hashlib.sha256(encode_manifest(measured)).hexdigest(), {}
     else:
-        digest = _match_release(release, measured, model_digest, profile, profile_digest, configuration)
-    return Facts(digest, model_digest, profile, profile_digest, configuration, capacity)
+        matched = _match_release(release, measured, model_digest, profile, profile_digest, configuration)
+        digest, launch = matched.digest, dict(matched.launch)
+    return Facts(digest, model_digest, profile, profile_digest, configuration, capacity, launch)
 
 
 def _match_release(
     folder: Path, measured: Mapping[str, str], model: str, profile: str, profile_digest: str, configuration: Mapping[str, str]
-) -> str:
+) -> Release:
     release, manifest = _read_release(folder)
     foreign = find_foreign(measured, manifest)
     if foreign:
@@ -125,7 +135,7 @@ def _match_release(
             f"this is not release {release.number}: {_list_some(differences)}; start the node as the release was made, or make "
             "a release of this"
         )
-    return release.digest
+    return release
 
 
 def _list_some(names: Sequence[str]) -> str:

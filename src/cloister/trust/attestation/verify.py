@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Final
@@ -18,7 +19,7 @@ from cloister.trust.attestation.sev_snp import SnpVerifier
 from cloister.trust.attestation.snp_report import read_report
 from cloister.trust.attestation.software import SoftwareVerifier
 from cloister.trust.attestation.tdx import TdxVerifier, read_quote
-from cloister.trust.attestation.unit import check_unit
+from cloister.trust.attestation.unit import check_members, check_unit, read_members
 
 _MOST_NAMED = 8
 
@@ -66,7 +67,28 @@ def verify_evidence(
     findings.extend(GpuVerifier().verify(evidence, policy, now))
     if findings.accepted:  # do not check an unattested statement
         judge_statement(findings, statement, policy, now)
+        _check_unit_members(findings, evidence, statement, policy, now, verifiers)
     return findings
+
+
+def _check_unit_members(
+    findings: Findings,
+    evidence: Evidence,
+    statement: Statement,
+    policy: AttestationPolicy,
+    now: float,
+    verifiers: Mapping[str, Verifier],
+) -> None:
+    check_members(findings, evidence, statement, lambda member: verify_evidence(member, policy, now, verifiers=verifiers))
+    if findings.accepted:
+        counts = Counter(chip for one in list_machines(evidence) for chip in name_chips(one))
+        if any(count > 1 for count in counts.values()):
+            findings.fail("chip", "two machines of the node's unit are on the same chip, so they are one; take another node")
+
+
+def list_machines(evidence: Evidence) -> list[Evidence]:
+    """Returns a node's evidence, and that of each other machine of its unit. Raises EvidenceError if one cannot be read."""
+    return [evidence, *(member for member, _ in read_members(evidence))]
 
 
 def judge_statement(findings: Findings, statement: Statement, policy: AttestationPolicy, now: float) -> None:

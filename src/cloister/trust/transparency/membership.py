@@ -120,11 +120,15 @@ def sign_member(key: PrivateKey, evidence: Evidence) -> Evidence:
 
 def find_member(membership: Membership, evidence: Evidence) -> Member | None:
     """Returns the member that signed the evidence's statement; None if none of this membership did."""
-    name, _, signature = evidence.extra.get(MEMBER_EXTRA, b"").partition(b"\n")
+    name, _, _ = evidence.extra.get(MEMBER_EXTRA, b"").partition(b"\n")
     member = membership.find(name.decode(errors="replace"))
-    if member is None or not member.public.verify(signature, _CONTEXT + evidence.report_data):
-        return None
-    return member
+    return member if member is not None and is_signed_by(member.public, evidence) else None
+
+
+def is_signed_by(key: PublicKey, evidence: Evidence) -> bool:
+    """Returns whether the evidence's statement is signed with this member key."""
+    _, _, signature = evidence.extra.get(MEMBER_EXTRA, b"").partition(b"\n")
+    return key.verify(signature, _CONTEXT + evidence.report_data)
 
 
 class Coming(Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,0 +1,432 @@
+"""Carries connections to engines of another machine: from the leader, over TCP, to the member's unit port and its engine.
+
+An engine has a listener, a socket that takes descriptors of connections. For an engine of a member the leader's front makes one
+of its own, a carrier: each connection that comes is carried over a TCP connection that begins with a header. Its number, and a
+MAC under a key that only the two fronts have, admit it once. So workers and engines know nothing of machines.
+
+Only the leader connects. For KV that a member's engine loads from one of the leader's it keeps a few connections in reserve,
+and the member says over one of them which engine it is for, with a MAC too. Engines of two members load none from each other.
+
+What is carried is sealed from end to end (`engine.kv_sealed_link`): its ends agree on keys of their own, with a secret of this
+one connection that each front tells its end first. No engine and no worker has a key of another connection, and who taps the
+network, or changes, repeats or cuts what passes, reads nothing and ends it. The fronts could open what they carry, as they
+could before; both are measured.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hmac
+import logging
+import socket
+import struct
+from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
+from itertools import count
+from typing import Any, Final
+
+from cryptography.hazmat.primitives import hashes
+from cryptography.hazmat.primitives.kdf.hkdf import HKDF
+
+from cloister.engine.channel import wait_readable
+from cloister.engine.kv_unit import CARRIED, KVUnit
+from cloister.engine.locked_keys import KEY_BYTES, LockedKeys
+from cloister.private.unit.pairing import CARRY, Pair, UnitRefusedError
+
+CHANNEL, KV_LINK, RESERVE = b"w", b"k", b"r"
+"""What a carried connection is: a worker's channel, one over which the leader's engine loads KV, or one for the other way."""
+NUM_RESERVED: Final = 4
+"""Connections that wait for the member's engines to load KV."""
+RESERVE_PAUSE_S: Final = 1.0
+"""Before the leader opens one again that has failed."""
+CONNECT_TIMEOUT_S: Final = 5.0
+LINGER_S: Final = 10.0
+"""For one direction after the other one has ended."""
+DEAD_S: Final = 6
+"""A machine that does not answer for so long is gone: its carried connections end."""
+WINDOW: Final = 4096
+"""Connections may arrive in another order than they were begun in, by so many places."""
+MAX_CARRIED: Final = 4096
+"""Connections of one pair at once; a further one is closed."""
+_HEAD: Final = struct.Struct(">c16sHQ")
+_ENGINE: Final = struct.Struct(">H")
+_MAC_BYTES: Final = 32
+_LABEL: Final = b"cloister/unit-carrier/1"
+_BUFFER_BYTES: Final = 2**16
+_MESSAGE_BYTES: Final = 16
+
+_logger = logging.getLogger(__name__)
+
+
+class _PairKeys:
+    """What both fronts derive from the secret of their pair, in locked memory until `close`."""
+
+    def __init__(self, memory: LockedKeys, pair: Pair) -> None:
+        derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, pair.id, _LABEL).derive(pair.secret)
+        self._memory = memory
+        self._of_heads, self._of_ends = memory.put(derived[:KEY_BYTES]), memory.put(derived[KEY_BYTES:])
+
+    def authenticate(self, head: bytes) -> bytes:
+        """Returns the MAC of a header. Raises ConnectionAbortedError after `close`."""
+        return self._digest(self._of_heads, head)
+
+    def secret_of(self, head: bytes) -> bytes:
+        """Returns what the two ends of one connection know. Raises ConnectionAbortedError after `close`."""
+        return self._digest(self._of_ends, head)
+
+    def close(self) -> None:
+        """Wipes the keys."""
+        self._memory.forget(self._of_heads)
+        self._memory.forget(self._of_ends)
+
+    def _digest(self, number: int, message: bytes) -> bytes:
+        digest = self._memory.use(number, lambda key: hmac.digest(key, message, "sha256"))
+        if digest is None:
+            raise ConnectionAbortedError("the pair has ended")
+        return digest
+
+
+class _Carried:
+    """The connections of one pair, which end with it."""
+
+    def __init__(self, memory: LockedKeys, pair: Pair) -> None:
+        self.pair = pair
+        self.keys = _PairKeys(memory, pair)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._has_ended = False
+
+    @property
+    def is_full(self) -> bool:
+        return len(self._tasks) >= MAX_CARRIED
+
+    def begin(self, work: Coroutine[Any, Any, None], name: str, *owned: socket.socket) -> None:
+        """Has something done until it ends, or the pair does; then closes `owned`. Raises OSError if the pair has ended."""
+        if self._has_ended:
+            work.close()
+            for sock in owned:
+                sock.close()
+            raise ConnectionAbortedError("the pair has ended")
+
+        def end(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            for sock in owned:
+                sock.close()
+
+        task = asyncio.create_task(work, name=name)
+        self._tasks.add(task)
+        task.add_done_callback(end)  # also of a task that was cancelled before it began
+
+    def close(self) -> None:
+        """Ends all connections."""
+        self._has_ended = True
+        self.keys.close()
+        for task in list(self._tasks):
+            task.cancel()
+
+
+class LeaderCarriers:
+    """The leader's carriers: listeners that lead to engines of members, for as long as these are paired.
+
+    Args:
+        memory: for keys.
+        keep_listener: called with an engine's number in the unit and a listener of its channels; takes ownership of it.
+        kv_unit: the engines of this machine, if engines exchange KV.
+    """
+
+    def __init__(
+        self, memory: LockedKeys, keep_listener: Callable[[int, socket.socket], None], kv_unit: KVUnit | None = None
+    ) -> None:
+        self._memory = memory
+        self._keep_listener = keep_listener
+        self._kv_unit = kv_unit
+        self._pairs: dict[bytes, _Carried] = {}
+        self._numbers = count(1)
+
+    def add(self, pair: Pair) -> None:
+        """Makes the carriers to a member's engines, which are numbered behind those of the machines before it."""
+        carried = self._pairs[pair.id] = _Carried(self._memory, pair)
+        for engine in range(pair.num_engines):
+            number = pair.index * pair.num_engines + engine
+            self._keep_listener(number, self._make(carried, CHANNEL, engine))
+            if self._kv_unit is not None:
+                self._kv_unit.add_carrier(number, self._make(carried, KV_LINK, engine))
+        if self._kv_unit is not None:
+            for _ in range(NUM_RESERVED):
+                carried.begin(self._keep_reserve(carried, self._kv_unit), "unit reserve")
+
+    def remove(self, pair_id: bytes) -> None:
+        """Ends the carriers to a member, and all connections over them: its engines are not reached any more."""
+        if (carried := self._pairs.pop(pair_id, None)) is not None:
+            carried.close()
+
+    def close(self) -> None:
+        """Ends all carriers."""
+        for pair_id in list(self._pairs):
+            self.remove(pair_id)
+
+    def _make(self, carried: _Carried, purpose: bytes, engine: int) -> socket.socket:
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        far.setblocking(False)
+        carried.begin(self._serve(carried, purpose, engine, far), "unit carrier", far)
+        return near
+
+    async def _serve(self, carried: _Carried, purpose: bytes, engine: int, listener: socket.socket) -> None:
+        async for end in _accept(listener):
+            if carried.is_full:
+                end.close()
+            else:
+                carried.begin(self._carry(carried, purpose, engine, end), "carried connection", end)
+
+    async def _carry(self, carried: _Carried, purpose: bytes, engine: int, end: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                link, head = await self._connect(carried, purpose, engine)
+            with link:
+                end.setblocking(False)
+                await asyncio.get_running_loop().sock_sendall(end, carried.keys.secret_of(head))
+                await pump(end, link)
+
+    async def _connect(self, carried: _Carried, purpose: bytes, engine: int) -> tuple[socket.socket, bytes]:
+        """Returns a connection to the member, and the header that was sent. Raises OSError if there is none."""
+        assert carried.pair.address is not None, "a leader knows its members' addresses"
+        head = _HEAD.pack(purpose, carried.pair.id, engine, next(self._numbers))
+        link = socket.socket(socket.AF_INET6 if ":" in carried.pair.address[0] else socket.AF_INET, socket.SOCK_STREAM)
+        try:
+            link.setblocking(False)
+            watch_peer(link)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(link, carried.pair.address)
+            await loop.sock_sendall(link, CARRY + head + carried.keys.authenticate(head))
+        except BaseException:
+            link.close()
+            raise
+        return link, head
+
+    async def _keep_reserve(self, carried: _Carried, kv_unit: KVUnit) -> None:
+        """Keeps one connection ready for the member's engines, and another one after it was taken."""
+        while True:
+            try:
+                async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                    link, head = await self._connect(carried, RESERVE, 0)
+                try:
+                    said = await _receive(link, _ENGINE.size + _MAC_BYTES)
+                    request = head + said[: _ENGINE.size]
+                    if not hmac.compare_digest(carried.keys.authenticate(request), said[_ENGINE.size :]):
+                        raise ConnectionAbortedError("the member did not say so")
+                    near = await _hand_over(carried.keys.secret_of(request), kv_unit, *_ENGINE.unpack(said[: _ENGINE.size]))
+                except BaseException:
+                    link.close()
+                    raise
+                carried.begin(_pump_all(near, link), "carried connection", near, link)
+            except OSError:
+                await asyncio.sleep(RESERVE_PAUSE_S)
+
+
+@dataclass
+class _Window:
+    """Numbers of connections that were seen: each is admitted once, and none that is older than `WINDOW` others."""
+
+    highest: int = 0
+    seen: int = 0
+
+    def admit(self, number: int) -> bool:
+        """Returns whether it is new."""
+        if number > self.highest:
+            self.seen = (self.seen << min(number - self.highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
+            self.highest = number
+            return True
+        place = self.highest - number
+        if place >= WINDOW or self.seen >> place & 1:
+            return False
+        self.seen |= 1 << place
+        return True
+
+
+class MemberCarriers:
+    """A member's side: gives connections that its leader carries to the engines of this machine.
+
+    Args:
+        memory: for keys.
+
+    Attributes:
+        kv_unit: the engines of this machine, if engines exchange KV.
+    """
+
+    def __init__(self, memory: LockedKeys) -> None:
+        self.kv_unit: KVUnit | None = None
+        self._memory = memory
+        self._carried: _Carried | None = None
+        self._window = _Window()
+        self._listeners: dict[int, socket.socket] = {}
+        self._reserve: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue(NUM_RESERVED)
+
+    def keep_listener(self, engine: int, listener: socket.socket) -> None:
+        """Takes the listener of an engine's channels over, in place of an earlier one."""
+        if (old := self._listeners.pop(engine, None)) is not None:
+            old.close()
+        self._listeners[engine] = listener
+
+    def set_leader(self, pair: Pair) -> None:
+        """Serves this leader from now on."""
+        self._end()
+        carried = self._carried = _Carried(self._memory, pair)
+        self._window = _Window()
+        if self.kv_unit is not None:
+            for engine in range(pair.num_engines):
+                near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+                far.setblocking(False)
+                self.kv_unit.add_carrier(pair.num_engines + engine, near)
+                carried.begin(self._serve(carried, engine, far), "unit carrier", far)
+
+    def remove_leader(self, pair_id: bytes) -> None:
+        """Ends all connections of a leader, if it is still served."""
+        if self._carried is not None and self._carried.pair.id == pair_id:
+            self._end()
+
+    def close(self) -> None:
+        """Ends all connections, and reaches no engine any more."""
+        self._end()
+        for listener in self._listeners.values():
+            listener.close()
+        self._listeners.clear()
+
+    async def carry(self, link: socket.socket, first: bytes) -> None:
+        """Takes over a connection to the unit port that begins with `CARRY`; the caller limits the time.
+
+        Raises:
+            UnitRefusedError: the leader did not make it, or has made it before; nothing more was read.
+            OSError: the engine does not run, or the connection has ended.
+        """
+        received = await _receive(link, _HEAD.size + _MAC_BYTES)
+        head, mac = received[: _HEAD.size], received[_HEAD.size :]
+        purpose, pair_id, engine, number = _HEAD.unpack(head)
+        carried = self._carried
+        if carried is None or carried.pair.id != pair_id or not hmac.compare_digest(carried.keys.authenticate(head), mac):
+            raise UnitRefusedError("carrier", "a connection was not made by this member's leader")
+        if not self._window.admit(number):
+            raise UnitRefusedError("carrier", "a connection of the leader was repeated by somebody else")
+        if carried.is_full:
+            raise ConnectionRefusedError("there are too many connections")
+        watch_peer(link)
+        if purpose == RESERVE and not self._reserve.full():
+            self._reserve.put_nowait((link, head))
+            return
+        target = self.kv_unit if purpose == KV_LINK else self._listeners.get(engine) if purpose == CHANNEL else None
+        if target is None:
+            raise ConnectionRefusedError("no such engine runs")
+        near = await _hand_over(carried.keys.secret_of(head), target, engine)
+        carried.begin(_pump_all(near, link), "carried connection", near, link)
+
+    async def _serve(self, carried: _Carried, engine: int, listener: socket.socket) -> None:
+        async for end in _accept(listener):
+            if carried.is_full:
+                end.close()
+            else:
+                carried.begin(self._carry_back(carried, engine, end), "carried connection", end)
+
+    async def _carry_back(self, carried: _Carried, engine: int, end: socket.socket) -> None:
+        """Carries a connection to an engine of the leader, over one that the leader keeps in reserve."""
+        with contextlib.suppress(OSError):
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                link, head = await self._reserve.get()
+            with link:
+                loop, request = asyncio.get_running_loop(), head + _ENGINE.pack(engine)
+                end.setblocking(False)
+                await loop.sock_sendall(link, _ENGINE.pack(engine) + carried.keys.authenticate(request))
+                await loop.sock_sendall(end, carried.keys.secret_of(request))
+                await pump(end, link)
+
+    def _end(self) -> None:
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            carried.close()
+        while not self._reserve.empty():
+            self._reserve.get_nowait()[0].close()
+
+
+async def _accept(listener: socket.socket) -> AsyncIterator[socket.socket]:
+    """Yields connections whose descriptors come, until there will be none."""
+    while True:
+        await wait_readable(listener)
+        message, descriptors, _, _ = socket.recv_fds(listener, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
+        if not message:
+            return
+        for descriptor in descriptors:
+            yield socket.socket(fileno=descriptor)
+
+
+async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
+    """Returns so many bytes. Raises OSError if the connection ends before."""
+    received = bytearray()
+    while len(received) < num_bytes:
+        if not (data := await asyncio.get_running_loop().sock_recv(sock, num_bytes - len(received))):
+            raise ConnectionAbortedError("it ended too early")
+        received += data
+    return bytes(received)
+
+
+async def _hand_over(secret: bytes, target: socket.socket | KVUnit, engine: int) -> socket.socket:
+    """Gives an engine of this machine a new connection that begins with a secret; returns the other end.
+
+    Args:
+        target: listener of the engine's channels; or what connects engines that exchange KV.
+
+    Raises:
+        OSError: the engine does not run.
+    """
+    near, far = socket.socketpair()
+    try:
+        near.setblocking(False)
+        with far:
+            await asyncio.get_running_loop().sock_sendall(near, secret)
+            if isinstance(target, socket.socket):
+                socket.send_fds(target, [CARRIED], [far.fileno()], socket.MSG_DONTWAIT)
+            else:
+                target.deliver(engine, far)
+    except BaseException:
+        near.close()
+        raise
+    return near
+
+
+async def _pump_all(near: socket.socket, link: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        await pump(near, link)
+
+
+def watch_peer(link: socket.socket) -> None:
+    """Has the kernel end a TCP connection whose other machine does not answer, also while nothing is sent."""
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // 3)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, DEAD_S // 3)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 2)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, DEAD_S * 1000)
+
+
+async def pump(one: socket.socket, other: socket.socket) -> None:
+    """Passes on what either side sends until both have ended, or one has failed; it keeps one buffer for each direction, and
+    reads no more before that is sent. The caller closes both.
+
+    Raises:
+        OSError: a side has failed.
+    """
+    directions = {asyncio.create_task(_pass_on(one, other)), asyncio.create_task(_pass_on(other, one))}
+    try:
+        ended, left = await asyncio.wait(directions, return_when=asyncio.FIRST_COMPLETED)
+        for task in ended:
+            task.result()
+        if left:
+            await asyncio.wait(left, timeout=LINGER_S)
+    finally:
+        for task in directions:
+            task.cancel()
+        await asyncio.gather(*directions, return_exceptions=True)
+
+
+async def _pass_on(source: socket.socket, target: socket.socket) -> None:
+    loop, buffer = asyncio.get_running_loop(), memoryview(bytearray(_BUFFER_BYTES))
+    while num_bytes := await loop.sock_recv_into(source, buffer):
+        await loop.sock_sendall(target, buffer[:num_bytes])
+    target.shutdown(socket.SHUT_WR)

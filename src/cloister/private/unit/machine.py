@@ -1,0 +1,145 @@
+"""This node's part in a sealed unit of several machines: its key, its side of the pairings, and its carriers."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import time
+from collections.abc import Callable, Coroutine
+from typing import Any, Final
+
+from cloister.engine.kv_unit import KVUnit
+from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
+from cloister.private.unit.membership import UnitLeader, UnitPort, UnitSide, listen_for_leader
+from cloister.private.unit.pairing import UnitKey
+from cloister.private.unit.peer_verification import PeerVerifier
+from cloister.types.config import ServerConfig, parse_unit_members
+from cloister.types.logs import describe
+
+START_TIMEOUT_S: Final = 600.0
+"""A leader waits so long for the evidence of its members, which may be loading their models."""
+BROKEN: Final = "the part of this node that keeps its unit together has failed; start the node again"
+
+_logger = logging.getLogger(__name__)
+
+KeepListener = Callable[[int, socket.socket], None]
+"""Takes over the listener of an engine, by its number."""
+
+
+class UnitMachine:
+    """A machine of a unit. `open_machine` makes one before the node's engines start.
+
+    Attributes:
+        fault: why the node has to end; None while all is well.
+        takes_requests: whether clients seal to this node.
+    """
+
+    fault: str | None = None
+    takes_requests = True
+
+    def __init__(self, key: UnitKey, front: ServerConfig) -> None:
+        self._key, self._front = key, front
+        self._work: asyncio.Task[None] | None = None
+
+    def keep_listener(self, index: int, listener: socket.socket) -> None:
+        """Hears of each listener of an engine of this machine; it stays the caller's."""
+
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
+        """Begins to keep the unit together; returns what the node's statements say of it.
+
+        Args:
+            keep_carrier: gets listeners that lead to engines of other machines.
+            kv_unit: the engines of this machine, if engines exchange KV.
+
+        Raises:
+            UnitRefusedError: the evidence of a member is refused, or does not come.
+        """
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends all connections with other machines, and wipes the keys."""
+        if self._work is not None:
+            self._work.cancel()
+        self._key.close()
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        self._work = asyncio.create_task(work, name="unit")
+        self._work.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _logger.critical("the unit is not kept together any more: %s", describe(error))
+            self.fault = BROKEN
+
+
+class LeaderMachine(UnitMachine):
+    """The node that clients seal to."""
+
+    def __init__(self, key: UnitKey, front: ServerConfig) -> None:
+        super().__init__(key, front)
+        self._carriers: LeaderCarriers | None = None
+
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
+        carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
+        members = parse_unit_members(self._front.unit_members)
+        leader = UnitLeader(self._key, members, verifier, self._front.replicas, on_pair=carriers.add, on_lost=carriers.remove)
+        await leader.start(time.monotonic() + START_TIMEOUT_S)
+        self._begin(leader.run())
+        return leader
+
+    def close(self) -> None:
+        if self._carriers is not None:
+            self._carriers.close()
+        super().close()
+
+
+class MemberMachine(UnitMachine):
+    """A node whose engines its leader's workers use.
+
+    Raises:
+        ConfigError: the unit port cannot be used.
+    """
+
+    takes_requests = False
+
+    def __init__(self, key: UnitKey, front: ServerConfig) -> None:
+        super().__init__(key, front)
+        assert front.unit_port is not None
+        self._listener = listen_for_leader(front.host, front.unit_port)
+        self._carriers = MemberCarriers(key.memory)
+
+    def keep_listener(self, index: int, listener: socket.socket) -> None:
+        self._carriers.keep_listener(index, listener.dup())
+
+    async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
+        carriers = self._carriers
+        carriers.kv_unit = kv_unit
+        port = UnitPort(
+            self._key,
+            verifier,
+            self._front.replicas,
+            carry=carriers.carry,
+            on_leader=carriers.set_leader,
+            on_leader_lost=carriers.remove_leader,
+        )
+        self._begin(port.run(self._listener))
+        return port
+
+    def close(self) -> None:
+        self._carriers.close()
+        self._listener.close()
+        super().close()
+
+
+def open_machine(front: ServerConfig) -> UnitMachine | None:
+    """Returns this node's part in its unit; None if it is no machine of one.
+
+    Raises:
+        ConfigError: no memory may be locked, or the unit port cannot be used.
+    """
+    if front.unit_members is not None:
+        return LeaderMachine(UnitKey("unit_members"), front)
+    if front.unit_port is not None:
+        return MemberMachine(UnitKey("unit_port"), front)
+    return None

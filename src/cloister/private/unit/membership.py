@@ -1,0 +1,595 @@
+"""The machines of a sealed unit find each other: the leader connects to its members, both sides verify each other's evidence,
+and again whenever it is renewed; a machine that does not come up to it, or is silent, is dropped.
+
+A member is usable for the leader's workers only while every statement of the leader that has not ended lists it: a client that
+sealed to the leader under an older statement agreed to the machines in that one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import struct
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import Final, Protocol
+
+from cloister.private.unit.pairing import (
+    CARRY,
+    JOIN,
+    MAX_FRAME_BYTES,
+    MAX_HELLO_BYTES,
+    REFUSED,
+    LeaderHandshake,
+    MemberHandshake,
+    Pair,
+    SealedRecords,
+    UnitKey,
+    UnitRefusedError,
+    digest_of,
+    encode_refusal,
+)
+from cloister.private.unit.peer_verification import PeerVerifier
+from cloister.trust.attestation import Statement, read_evidence, read_statement
+from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.types.errors import ConfigError
+
+MAX_UNPROVED: Final = 32
+"""Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
+LAST_WORDS_S: Final = 1.0
+SAY_EVERY_S: Final = 5.0
+"""Least time between two lines about refused leaders in a member's log."""
+_LENGTH: Final = struct.Struct(">I")
+_TAG_BYTES: Final = 16
+
+_logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds.
+
+    Attributes:
+        connect_s, handshake_s: limits on a connection, and on all of a handshake with its verifications.
+        ping_s: between two messages of a leader to a member, which bring news of either's evidence.
+        silent_s: limit on the wait for the other side's next message; then it is lost.
+        retry_s: until a leader tries a member again.
+        listed_s: a member is listed while its evidence has more than this left. It renews evidence that has 15 minutes left; if
+            it is lost, it may come back until then, and if it does not renew, the node's own evidence does not end with it.
+    """
+
+    connect_s: float = 5.0
+    handshake_s: float = 20.0
+    ping_s: float = 10.0
+    silent_s: float = 30.0
+    retry_s: float = 2.0
+    listed_s: float = 780.0
+
+
+@dataclass(frozen=True)
+class UnitListing:
+    """What a node's next statement says about its unit.
+
+    Attributes:
+        members: see `Statement.unit_members`.
+        documents: the evidence of these, which clients get with the node's.
+        ends_s: when the first of these ends, Unix seconds; None without members. No statement that lists them may end later.
+    """
+
+    members: tuple[str, ...] = ()
+    documents: tuple[bytes, ...] = ()
+    ends_s: int | None = None
+
+
+class UnitSide(Protocol):
+    """A node's part in its unit, as what makes its statements sees it.
+
+    Attributes:
+        key: the node's unit key.
+    """
+
+    key: UnitKey
+
+    def list_members(self) -> UnitListing:
+        """Returns what the next statement says."""
+
+    def take_evidence(self, document: bytes) -> None:
+        """Takes the node's new evidence, which is shown to other machines from now on."""
+
+
+# -- the leader
+
+
+@dataclass
+class _Member:
+    """A member, as its leader knows it.
+
+    Attributes:
+        document, statement: its verified evidence; None before.
+        pair: while both have proved themselves on a connection that lives.
+        is_used: whether its engines were handed to workers.
+        is_withdrawn: whether they were, and are not any more: the connection ends, and the next one has a pair of its own.
+    """
+
+    index: int
+    address: tuple[str, int]
+    document: bytes = b""
+    statement: Statement | None = None
+    pair: Pair | None = None
+    is_used: bool = False
+    is_withdrawn: bool = False
+    last_word: str = ""
+
+    @property
+    def digest(self) -> str:
+        return digest_of(self.statement.unit_key) if self.statement is not None else ""
+
+
+@dataclass(frozen=True)
+class _Stated:
+    members: frozenset[str]
+    ends_s: int
+
+
+class UnitLeader:
+    """The leader's side: it knows its members by their addresses, and uses each that proves itself.
+
+    Args:
+        addresses: unit ports of the members, (IP address, port).
+        verifier: judges their evidence.
+        num_engines: engines of this machine, and so of each.
+        on_pair: called when a member has become usable.
+        on_lost: called with the id of a pair whose member is not usable any more.
+        now: returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        key: UnitKey,
+        addresses: Sequence[tuple[str, int]],
+        verifier: PeerVerifier,
+        num_engines: int,
+        *,
+        on_pair: Callable[[Pair], None],
+        on_lost: Callable[[bytes], None],
+        now: Callable[[], float] = time.time,
+        times: UnitTimes = UnitTimes(),
+    ) -> None:
+        self.key = key
+        self._members = [_Member(index, address) for index, address in enumerate(addresses, 1)]
+        self._verifier = verifier
+        self._num_engines = num_engines
+        self._on_pair, self._on_lost = on_pair, on_lost
+        self._now = now
+        self._times = times
+        self._document = b""
+        self._stated: list[_Stated] = []
+
+    async def start(self, deadline_s: float) -> None:
+        """Waits until each member has shown evidence that is accepted, so that the first statement lists all of them. A member
+        that does not answer, or has no evidence yet, is asked again.
+
+        Args:
+            deadline_s: on the clock of `time.monotonic`.
+
+        Raises:
+            UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
+                clients read.
+        """
+        await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
+        self._check_size()
+
+    def list_members(self) -> UnitListing:
+        """See `UnitSide.list_members`."""
+        listed = [(member.digest, member.document, member.statement) for member in self._members if self._is_listed(member)]
+        ends_s = min((statement.not_after for _, _, statement in listed if statement is not None), default=None)
+        return UnitListing(tuple(sorted(digest for digest, _, _ in listed)), tuple(one for _, one, _ in listed), ends_s)
+
+    def take_evidence(self, document: bytes) -> None:
+        """See `UnitSide.take_evidence`."""
+        statement = read_statement(read_evidence(document).statement)
+        self._document = document
+        ended_s = self._now() - MAX_CLOCK_SKEW_S
+        self._stated = [one for one in self._stated if one.ends_s > ended_s]
+        self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
+        self._use_members()
+
+    async def run(self) -> None:
+        """Connects to each member, and stays connected, until cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for member in self._members:
+                group.create_task(self._keep(member))
+
+    def _check_size(self) -> None:
+        """Refuses members whose evidence does not fit into this node's, where it is in base64. Statements of one configuration
+        have one length."""
+        statements = [read_evidence(member.document).statement for member in self._members]
+        parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
+        size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
+        if size > MAX_EVIDENCE_BYTES:
+            raise UnitRefusedError(
+                "size",
+                f"the evidence of this node and its {len(self._members)} members has {size} bytes, and clients read at most "
+                f"{MAX_EVIDENCE_BYTES}; name fewer members in --unit-members",
+            )
+
+    def _is_listed(self, member: _Member) -> bool:
+        return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
+
+    def _may_use(self, member: _Member) -> bool:
+        ended_s = self._now() - MAX_CLOCK_SKEW_S  # on the clocks of all clients
+        valid = [one.members for one in self._stated if one.ends_s > ended_s]
+        return bool(valid) and all(member.digest in members for members in valid)
+
+    def _use_members(self) -> None:
+        for member in self._members:
+            may_use = self._may_use(member)
+            if member.pair is not None and may_use and not member.is_used and not member.is_withdrawn:
+                member.is_used = True
+                self._on_pair(member.pair)
+            elif member.pair is not None and member.is_used and not may_use:
+                member.is_used, member.is_withdrawn = False, True
+                self._on_lost(member.pair.id)
+
+    async def _look(self, member: _Member, deadline_s: float) -> None:
+        """Fetches a member's evidence for the first statement."""
+        while True:
+            try:
+                async with asyncio.timeout(self._times.handshake_s):
+                    reader, writer = await self._connect(member)
+                    try:
+                        await self._ask(member, LeaderHandshake(self.key), reader, writer)
+                    finally:
+                        await _end(writer)
+                return
+            except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
+                why = _describe(error)
+                is_final = isinstance(error, UnitRefusedError) and error.reason != REFUSED
+                if is_final or time.monotonic() + self._times.retry_s > deadline_s:
+                    reason = error.reason if isinstance(error, UnitRefusedError) else "silent"
+                    raise UnitRefusedError(reason, f"member {member.index} of the unit, {_show(member)}: {why}") from None
+                self._say(member, why)
+            await asyncio.sleep(self._times.retry_s)
+
+    async def _keep(self, member: _Member) -> None:
+        while True:
+            try:
+                await self._stay(member)
+            except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
+                self._say(member, _describe(error))
+            await asyncio.sleep(self._times.retry_s)
+
+    async def _stay(self, member: _Member) -> None:
+        """One connection: pairs, and exchanges news until either side is lost or refused."""
+        async with asyncio.timeout(self._times.connect_s):
+            reader, writer = await self._connect(member)
+        try:
+            async with asyncio.timeout(self._times.handshake_s):
+                handshake = LeaderHandshake(self.key)
+                statement = await self._ask(member, handshake, reader, writer)
+                document = self._document
+                if not document or member.digest not in read_statement(read_evidence(document).statement).unit_members:
+                    return  # the next statement lists it, and is made now
+                writer.write(_frame(handshake.claim(statement.unit_key, member.index, document)))
+                agreed = handshake.finish(await _read_frame(reader, MAX_HELLO_BYTES))
+            records = SealedRecords(self.key.memory, agreed, is_leader=True)
+            try:
+                member.pair = Pair(agreed.id, agreed.secret, member.address, member.index, self._num_engines)
+                _logger.info("member %d of the unit has proved itself", member.index)
+                member.last_word = ""
+                await self._exchange(member, records, document, reader, writer)
+            finally:
+                records.close()
+                self._drop(member)
+        finally:
+            await _end(writer)
+
+    async def _exchange(
+        self, member: _Member, records: SealedRecords, shown: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
+        assert member.statement is not None
+        while True:
+            self._use_members()
+            news = self._document if self._document != shown else b""
+            shown = self._document
+            writer.write(_frame(records.seal(news)))
+            async with asyncio.timeout(self._times.silent_s):
+                await writer.drain()
+                document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
+            if document:
+                await self._renew(member, document)
+            if member.is_withdrawn or member.statement.not_after <= self._now():
+                raise UnitRefusedError("expiry", "the member is dropped: it does not renew its evidence; its log says why")
+            await asyncio.sleep(self._times.ping_s)
+
+    def _drop(self, member: _Member) -> None:
+        pair, member.pair = member.pair, None
+        was_used, member.is_used, member.is_withdrawn = member.is_used, False, False
+        if pair is not None and was_used:
+            self._on_lost(pair.id)
+
+    async def _connect(self, member: _Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        host, port = member.address
+        reader, writer = await asyncio.open_connection(host, port)
+        writer.write(JOIN)
+        return reader, writer
+
+    async def _ask(
+        self, member: _Member, handshake: LeaderHandshake, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> Statement:
+        """Exchanges hello and offer, and takes the member's evidence; returns its statement."""
+        writer.write(_frame(handshake.hello))
+        document = handshake.read_offer(await _read_frame(reader, MAX_FRAME_BYTES))
+        statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
+        handshake.check_offer(statement.unit_key)
+        self._take(member, document, statement)
+        return statement
+
+    async def _renew(self, member: _Member, document: bytes) -> None:
+        """Verifies new evidence of a member that has proved itself."""
+        statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
+        if digest_of(statement.unit_key) != member.digest:
+            raise UnitRefusedError("handshake", "the member is dropped: its new evidence names another key")
+        self._take(member, document, statement)
+
+    def _take(self, member: _Member, document: bytes, statement: Statement) -> None:
+        if any(other.digest == digest_of(statement.unit_key) for other in self._members if other is not member):
+            raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
+        member.document, member.statement = document, statement
+
+    def _say(self, member: _Member, why: str) -> None:
+        """Logs why a member is not used, once for each reason."""
+        if why != member.last_word:
+            _logger.warning("member %d of the unit, %s, is not used: %s", member.index, _show(member), why)
+        member.last_word = why
+
+
+# -- a member
+
+
+@dataclass
+class _Session:
+    """A member's connection with its leader."""
+
+    pair: Pair
+    leader_key: bytes
+    task: asyncio.Task[None]
+
+
+class UnitPort:
+    """A member's side: its port, at which its leader proves itself, and over which connections to its engines come.
+
+    Args:
+        verifier: judges the leader's evidence.
+        num_engines: engines of this machine, and so of each.
+        carry: takes a connection over whose first byte was `CARRY`, and that byte. It returns when it has verified who is at
+            the other end; the connection is then its own. If it fails, or is cancelled because it takes longer than a handshake
+            may, the connection is closed here.
+        on_leader: called when a leader has proved itself.
+        on_leader_lost: called with the id of a pair whose leader is lost; nothing more may be done for it.
+        now: returns Unix seconds.
+    """
+
+    def __init__(
+        self,
+        key: UnitKey,
+        verifier: PeerVerifier,
+        num_engines: int,
+        *,
+        carry: Callable[[socket.socket, bytes], Awaitable[None]],
+        on_leader: Callable[[Pair], None],
+        on_leader_lost: Callable[[bytes], None],
+        now: Callable[[], float] = time.time,
+        times: UnitTimes = UnitTimes(),
+    ) -> None:
+        self.key = key
+        self._verifier = verifier
+        self._num_engines = num_engines
+        self._carry = carry
+        self._on_leader, self._on_leader_lost = on_leader, on_leader_lost
+        self._now = now
+        self._times = times
+        self._document = b""
+        self._session: _Session | None = None
+        self._tasks: dict[asyncio.Task[None], None] = {}
+        self._unproved: dict[asyncio.Task[None], None] = {}
+        self._judging = asyncio.Lock()
+        self._last_word, self._said_s = "", float("-inf")
+
+    def list_members(self) -> UnitListing:
+        """See `UnitSide.list_members`: a member has none."""
+        return UnitListing()
+
+    def take_evidence(self, document: bytes) -> None:
+        """See `UnitSide.take_evidence`."""
+        self._document = document
+
+    async def run(self, listener: socket.socket) -> None:
+        """Answers connections until cancelled.
+
+        Args:
+            listener: a bound, listening socket (`listen_for_leader`); it is closed here.
+        """
+        loop = asyncio.get_running_loop()
+        listener.setblocking(False)
+        try:
+            while True:
+                try:
+                    sock, _ = await loop.sock_accept(listener)
+                except OSError:  # no descriptors are left, or the caller has gone
+                    await asyncio.sleep(self._times.retry_s)
+                    continue
+                if len(self._unproved) >= MAX_UNPROVED:
+                    next(iter(self._unproved)).cancel()
+                task = asyncio.create_task(self._answer(sock))
+                self._tasks[task] = self._unproved[task] = None
+                task.add_done_callback(self._forget)
+        finally:
+            listener.close()
+            for task in list(self._tasks):
+                task.cancel()
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.pop(task, None)
+        self._unproved.pop(task, None)
+
+    async def _answer(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        is_taken = False
+        try:
+            async with asyncio.timeout(self._times.handshake_s) as limit:
+                first = await asyncio.get_running_loop().sock_recv(sock, 1)
+                if first == CARRY:
+                    await self._carry(sock, first)
+                    is_taken = True
+                elif first == JOIN:
+                    is_taken = True
+                    await self._join(sock, limit)
+        except UnitRefusedError as error:
+            self._say(error.message)
+        except (OSError, EOFError, TimeoutError):
+            pass  # a leader that only looked, or somebody else
+        finally:
+            if not is_taken:
+                sock.close()
+
+    async def _join(self, sock: socket.socket, limit: asyncio.Timeout) -> None:
+        reader, writer = await asyncio.open_connection(sock=sock)
+        try:
+            try:
+                pair, statement, records, answer = await self._shake_hands(reader, writer)
+            except UnitRefusedError as error:
+                writer.write(_frame(encode_refusal(error.message)))
+                await writer.drain()
+                raise
+            task = asyncio.current_task()
+            assert task is not None
+            self._unproved.pop(task, None)
+            limit.reschedule(None)
+            await self._serve(_Session(pair, statement.unit_key, task), statement, records, answer, reader, writer)
+        finally:
+            await _end(writer)
+
+    async def _shake_hands(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> tuple[Pair, Statement, SealedRecords, bytes]:
+        hello = await _read_frame(reader, MAX_HELLO_BYTES)
+        if not self._document:
+            raise UnitRefusedError("evidence", "this node has no evidence yet")
+        handshake = MemberHandshake(self.key, self._document)
+        writer.write(_frame(handshake.offer(hello)))
+        index, document = handshake.read_claim(await _read_frame(reader, MAX_FRAME_BYTES))
+        async with self._judging:  # one at a time: anybody who reaches the port can have evidence verified
+            statement = await asyncio.to_thread(self._verifier.judge_leader, document, self.key.public, self._now())
+        answer, agreed = handshake.accept(statement.unit_key)
+        if self._session is not None and self._session.leader_key != statement.unit_key:
+            raise UnitRefusedError(
+                "has-leader", "this member has a leader, and serves one at a time; stop that one, or name another member"
+            )
+        records = SealedRecords(self.key.memory, agreed, is_leader=False)
+        return Pair(agreed.id, agreed.secret, None, index, self._num_engines), statement, records, answer
+
+    async def _serve(
+        self,
+        session: _Session,
+        statement: Statement,
+        records: SealedRecords,
+        answer: bytes,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+    ) -> None:
+        """Exchanges news with a leader that has proved itself, until it is lost or refused. An earlier connection of the same
+        leader ends: it lost that one."""
+        if self._session is not None:
+            earlier, self._session = self._session, None
+            earlier.task.cancel()
+            self._on_leader_lost(earlier.pair.id)
+        self._session = session
+        self._on_leader(session.pair)
+        _logger.info("the leader of the unit has proved itself")
+        self._last_word = ""
+        try:
+            shown = self._document
+            writer.write(_frame(answer))
+            while True:
+                async with asyncio.timeout(self._times.silent_s):
+                    await writer.drain()
+                    document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
+                if document:
+                    renewed = await asyncio.to_thread(self._verifier.judge_leader, document, self.key.public, self._now())
+                    if renewed.unit_key != session.leader_key:
+                        raise UnitRefusedError("handshake", "the leader is dropped: its new evidence names another key")
+                    statement = renewed
+                if statement.not_after <= self._now():
+                    raise UnitRefusedError("expiry", "the leader is dropped: its evidence has ended, and it has shown no other")
+                news = self._document if self._document != shown else b""
+                shown = self._document
+                writer.write(_frame(records.seal(news)))
+        finally:
+            records.close()
+            if self._session is session:
+                self._session = None
+                self._on_leader_lost(session.pair.id)
+
+    def _say(self, why: str) -> None:
+        """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
+        now_s = time.monotonic()
+        if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
+            _logger.warning("the unit port: %s", why)
+            self._last_word, self._said_s = why, now_s
+
+
+def listen_for_leader(host: str, port: int) -> socket.socket:
+    """Returns the listening socket of a unit port.
+
+    Raises:
+        ConfigError: the address cannot be used.
+    """
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, port), family=family, backlog=MAX_UNPROVED)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot listen on {host} port {port} ({error.strerror}); set unit_port to a free port", param="unit_port"
+        ) from None
+
+
+def _frame(content: bytes) -> bytes:
+    return _LENGTH.pack(len(content)) + content
+
+
+async def _read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
+    (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
+    if size > most_bytes:
+        raise UnitRefusedError("handshake", f"a message of {size} bytes is none of a unit's")
+    return await reader.readexactly(size)
+
+
+async def _end(writer: asyncio.StreamWriter) -> None:
+    """Closes a connection, with a moment for what was written last."""
+    writer.close()
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(LAST_WORDS_S):
+            await writer.wait_closed()
+    writer.transport.abort()
+
+
+def _describe(error: BaseException) -> str:
+    if isinstance(error, UnitRefusedError):
+        return error.message
+    if isinstance(error, TimeoutError):
+        return "it does not answer in time"
+    if isinstance(error, EOFError):
+        return "it ended the connection"
+    if isinstance(error, ConnectionRefusedError):
+        return "nothing listens there; start it with --unit-port"
+    return f"it cannot be reached ({getattr(error, 'strerror', None) or type(error).__name__})"
+
+
+def _show(member: _Member) -> str:
+    host, port = member.address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

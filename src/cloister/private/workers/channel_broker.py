@@ -1,0 +1,128 @@
+"""Channels to engines on demand: a worker asks the zygote, which has the engines' listeners, over a socket of its own.
+
+So a worker has no channel that it does not use, and reaches an engine that was started after it was forked. It gets channels to
+engines and nothing else: the zygote makes the socket pair, and reads a number.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import selectors
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import Final
+
+from cloister.engine.channel import wait_readable
+from cloister.engine.kv_unit import CARRIED, CarriedSocket
+from cloister.types.errors import EngineError
+
+MAX_ASKS, MAX_CHANNELS = 2048, 64
+"""What one worker may ask for, and what it gets; then its socket is closed, and it has the channels that it has. It asks again
+and again while an engine does not run, and needs another channel for each one that is started again."""
+ANSWER_TIMEOUT_S: Final = 10.0
+_NOT_RUNNING: Final = b"-"
+_NUMBER_BYTES: Final = 4
+NOT_RUNNING: Final = "the engine does not run at present"
+GONE: Final = "this worker gets no channels any more"
+
+
+class ChannelBroker:
+    """The zygote's side: answers its workers. It has one thread, so nothing here waits.
+
+    Args:
+        open_channel: returns a channel to an engine, and how it came (`sealed_channels.CONNECT` or `CARRIED`); raises OSError
+            or KeyError if it does not run.
+        control: is watched too.
+    """
+
+    def __init__(self, open_channel: Callable[[int], tuple[socket.socket, bytes]], control: socket.socket) -> None:
+        self._open_channel = open_channel
+        self._control = control
+        self._selector = selectors.PollSelector()  # no object of the kernel, which forks would share
+        self._selector.register(control, selectors.EVENT_READ)
+        self._num_asks: dict[socket.socket, int] = {}
+        self._num_given: Counter[socket.socket] = Counter()
+
+    def admit(self) -> socket.socket:
+        """Returns the end of another worker."""
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.setblocking(False)
+        self._selector.register(near, selectors.EVENT_READ)
+        self._num_asks[near] = 0
+        return far
+
+    def serve(self) -> None:
+        """Answers workers until `control` can be read."""
+        while True:
+            ready = [key.fileobj for key, _ in self._selector.select()]
+            for sock in ready:
+                if isinstance(sock, socket.socket) and sock is not self._control:
+                    self._answer(sock)
+            if self._control in ready:
+                return
+
+    def close(self) -> None:
+        """Closes all ends that are here, in a fork that is not to have them."""
+        for sock in self._num_asks:
+            sock.close()
+        self._num_asks.clear()
+
+    def _answer(self, sock: socket.socket) -> None:
+        self._num_asks[sock] += 1
+        try:
+            asked = sock.recv(_NUMBER_BYTES)
+            if asked.isdigit() and self._num_asks[sock] <= MAX_ASKS and self._num_given[sock] < MAX_CHANNELS:
+                self._reply(sock, int(asked))
+                return
+        except BlockingIOError:
+            return
+        except OSError:
+            pass
+        self._selector.unregister(sock)  # it has ended, or sends what no worker sends
+        del self._num_asks[sock], self._num_given[sock]
+        sock.close()
+
+    def _reply(self, sock: socket.socket, index: int) -> None:
+        try:
+            opened, how = self._open_channel(index)
+        except (OSError, KeyError):
+            sock.send(_NOT_RUNNING)
+            return
+        self._num_given[sock] += 1
+        with opened:
+            socket.send_fds(sock, [how], [opened.fileno()])
+
+
+class ChannelSource:
+    """A worker's side.
+
+    Args:
+        sock: its socket to the broker.
+    """
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._turn = asyncio.Lock()
+
+    async def open(self, index: int) -> socket.socket:
+        """Returns a channel to an engine.
+
+        Raises:
+            EngineError: it does not run, or there are no channels any more.
+        """
+        async with self._turn:
+            try:
+                self._sock.send(str(index).encode())
+                async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                    await wait_readable(self._sock)
+                answer, descriptors, _, _ = socket.recv_fds(self._sock, 1, 1, socket.MSG_CMSG_CLOEXEC)
+            except OSError:  # includes a time that has run out: a late answer would be taken for the next one
+                self._sock.close()
+                raise EngineError(GONE) from None
+        if not answer:
+            raise EngineError(GONE)
+        if not descriptors:
+            raise EngineError(NOT_RUNNING)
+        return (CarriedSocket if answer == CARRIED else socket.socket)(fileno=descriptors[0])

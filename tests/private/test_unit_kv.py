@@ -1,0 +1,217 @@
+"""KV between engines of two machines of a sealed unit, in both directions: over carriers, sealed, and computed where that
+fails. Both machines are this one; steps of the engines are made by the test."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.engine.kv_unit import UNREACHED, KVUnit, relative_endpoint
+from cloister.engine.locked_keys import LockedKeys
+from cloister.kv import KVSealer
+from cloister.kv.objects import KVObject
+from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
+from cloister.private.unit.pairing import CARRY, Pair, UnitRefusedError
+from cloister.text import Tokenizer
+from cloister.types.events import KVLoaded
+from tests.engine.test_kv_sealed_link import UnitPeer, go_on, prefill, words_of
+from tests.engine.test_kv_transfer import NUM_HIT, answer, run_until
+from tests.private.test_unit_carriers import Tap, wait_until
+
+ELSEWHERE = "sealed:1"
+"""How the only engine of either machine finds that of the other one."""
+PAIR_ID, SECRET = b"i" * 16, b"s" * 32
+
+
+class TwoMachines:
+    """The carriers of two machines, on an event loop of their own, with a tap between them.
+
+    Attributes:
+        units: the KV units of the leader and the member.
+    """
+
+    def __init__(self) -> None:
+        self.units = (KVUnit(), KVUnit())
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever)
+        self._thread.start()
+        self._do(self._open())
+
+    def _do(self, work: Any) -> None:
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+
+    async def _open(self) -> None:
+        self.port = socket.create_server(("127.0.0.1", 0))
+        self.tap = Tap(self.port.getsockname()[1])
+        self._tapping = await asyncio.start_server(self.tap.accept, "127.0.0.1", 0)
+        self.member = MemberCarriers(LockedKeys())
+        self.member.kv_unit = self.units[1]
+        self.leader = LeaderCarriers(LockedKeys(), lambda index, listener: listener.close(), self.units[0])
+        self._serving = asyncio.create_task(self._accept())
+        pair = Pair(PAIR_ID, SECRET, self._tapping.sockets[0].getsockname()[:2], 1, 1)
+        self.member.set_leader(pair)
+        self.leader.add(pair)
+        await wait_until(lambda: self.member._reserve.full())
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.port.setblocking(False)
+        while True:
+            sock, _ = await loop.sock_accept(self.port)
+            sock.setblocking(False)
+            try:
+                await loop.sock_recv(sock, 1)
+                await self.member.carry(sock, CARRY)
+            except BaseException as error:
+                sock.close()
+                if not isinstance(error, UnitRefusedError | OSError):
+                    raise
+
+    def part(self) -> None:
+        """Ends the pair, on the member's side."""
+        self._do(self._part())
+
+    async def _part(self) -> None:
+        self.member.remove_leader(PAIR_ID)
+
+    def close(self) -> None:
+        self._do(self._close())
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        self._loop.close()
+        for unit in self.units:
+            unit.close()
+
+    async def _close(self) -> None:
+        self.leader.close()
+        self.member.close()
+        self._tapping.close()
+        self._serving.cancel()
+        await asyncio.gather(self._serving, return_exceptions=True)
+        self.port.close()
+        for task in asyncio.all_tasks() - {asyncio.current_task()}:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        await asyncio.sleep(0)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
+
+
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
+        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
+        monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 60.0)
+
+
+@pytest.fixture
+def machines() -> Iterator[TwoMachines]:
+    made = TwoMachines()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def engines(machines: TwoMachines, tokenizer: Tokenizer) -> Iterator[tuple[UnitPeer, UnitPeer]]:
+    made = tuple(UnitPeer(tokenizer, unit, 0) for unit in machines.units)
+    yield made  # type: ignore[misc]
+    for engine in made:
+        engine.links.close()
+
+
+@pytest.fixture
+def expected(tokenizer: Tokenizer) -> Iterator[list[int]]:
+    alone, unit = None, KVUnit()
+    alone = UnitPeer(tokenizer, unit, 0)
+    yield answer(alone)
+    alone.links.close()
+    unit.close()
+
+
+BOTH_WAYS = pytest.mark.parametrize("source", [1, 0], ids=["leader loads", "member loads"])
+
+
+@BOTH_WAYS
+def test_kv_passes_between_machines_and_the_network_reads_none_of_it(
+    machines: TwoMachines,
+    engines: tuple[UnitPeer, UnitPeer],
+    expected: list[int],
+    source: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from_, to = engines[source], engines[1 - source]
+    given, seal = list[KVObject](), KVSealer.seal
+    monkeypatch.setattr(KVSealer, "seal", lambda *what: given.append(seal(*what)) or given[-1])
+    assert go_on(to, from_, prefill(from_), ELSEWHERE) == expected
+    assert to.find(KVLoaded)[0].num_tokens == NUM_HIT
+    heard = machines.tap.everything()
+    assert len(heard) > sum(found.num_bytes for found in given)
+    assert [word for word in [*words_of(given), SECRET] if word in heard] == []
+    run_until(lambda: not from_.links._peers, from_)
+
+
+@BOTH_WAYS
+@pytest.mark.parametrize("at", [130, *(pytest.param(at, marks=pytest.mark.slow) for at in (10, 95, 400, 2500))])
+def test_what_the_network_changes_is_computed_instead(
+    machines: TwoMachines, engines: tuple[UnitPeer, UnitPeer], expected: list[int], source: int, at: int
+) -> None:
+    passed: dict[tuple[int, int], int] = {}
+
+    def flip(connection: int, way: int, data: bytes) -> bytes:
+        start = passed.get((connection, way), 0)
+        passed[connection, way] = start + len(data)
+        if not start <= at < start + len(data):
+            return data
+        changed = bytearray(data)
+        changed[at - start] ^= 1
+        return bytes(changed)
+
+    machines.tap.change = flip
+    from_, to = engines[source], engines[1 - source]
+    assert go_on(to, from_, prefill(from_), ELSEWHERE) == expected
+
+
+@BOTH_WAYS
+def test_without_the_other_machine_everything_is_computed(
+    machines: TwoMachines, engines: tuple[UnitPeer, UnitPeer], expected: list[int], source: int
+) -> None:
+    from_, to = engines[source], engines[1 - source]
+    tokens = prefill(from_)
+    machines.part()
+    assert go_on(to, from_, tokens, ELSEWHERE) == expected
+    assert not to.find(KVLoaded)[0].complete
+
+
+def test_the_member_has_connections_for_one_load_after_another(
+    machines: TwoMachines, engines: tuple[UnitPeer, UnitPeer]
+) -> None:
+    leader, member = engines
+    source = prefill(leader)
+    go_on(member, leader, source, ELSEWHERE)
+    give_up: Callable[[], bool] = lambda: machines.member._reserve.full()  # noqa: E731
+    run_until(give_up, leader)  # the one that was used has another in its place
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "target", "found"),
+    [
+        ("sealed:0", 1, "sealed:0"),  # both the leader's
+        ("sealed:3", 0, "sealed:3"),  # a member's, for the leader
+        ("sealed:3", 2, "sealed:1"),  # both the first member's
+        ("sealed:1", 3, "sealed:3"),  # the leader's, for a member
+        ("sealed:4", 2, UNREACHED),  # of two members
+        ("shm:somewhere", 2, "shm:somewhere"),
+    ],
+)
+def test_each_machine_numbers_engines_in_its_own_way(endpoint: str, target: int, found: str) -> None:
+    assert relative_endpoint(endpoint, target, 2) == found
