@@ -60,7 +60,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def forks_engines(arguments: Sequence[str]) -> bool:
     """Whether a command with these arguments is a server whose engines will be forks of a template, as far as they say."""
-    if sys.platform != "linux" or arguments[:1] != ["serve"]:
+    if sys.platform != "linux" or list(arguments[:1]) != ["serve"]:
         return False
     # a sealed process, which has loaded this, executes nothing
     return UNFORKED.isdisjoint(arguments) and "cloister.trust.hardening" not in sys.modules
