@@ -268,7 +268,7 @@ def test_a_driver_whose_end_is_cancelled_is_ended_by_the_next_call(monkeypatch: 
     assert set(descendants(os.getpid())) <= before
 
 
-@pytest.mark.parametrize(("blocks_s", "status"), [(0.2, 0), (30.0, 1)])
+@pytest.mark.parametrize(("blocks_s", "status"), [(0.2, 0), (300.0, 1)])
 def test_a_process_ends_when_its_event_loop_stands_still_for_too_long(blocks_s: float, status: int) -> None:
     program = f"""
 import asyncio, time
@@ -285,7 +285,7 @@ async def main():
 
 asyncio.run(main())
 """
-    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=25, check=False)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200, check=False)
     assert ended.returncode == status, ended.stderr
     assert ("in main" in ended.stderr) == bool(status)
 

@@ -37,6 +37,7 @@ CONNECT_S: Final = 120.0
 STOP_S: Final = 20.0
 """Longest end of the driver, and of a Ray that it started; it is killed then."""
 KILL_S: Final = 5.0
+"""Longest wait for a driver that was killed."""
 DRIVER_ENDED: Final = "the driver of Ray has ended; the log may say why"
 TAKES_COMMANDS: Final = (
     "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
@@ -311,13 +312,13 @@ class RayPlacer:
         if self._writer is not None:
             self._writer.close()  # the driver ends with it, and what it started
             self._writer = None
-        if self._driver is not None:
-            if not await _has_ended(self._driver, STOP_S):
-                self._driver.kill()
-                await _has_ended(self._driver, KILL_S)
+        if (driver := self._driver) is not None:
+            if not await _has_ended(driver, STOP_S):
+                driver.kill()
+                await _has_ended(driver, KILL_S)
             self._driver = None
-        if self._folder is not None:
-            await asyncio.to_thread(remove_folder, self._folder)
+        if (folder := self._folder) is not None:
+            await asyncio.to_thread(remove_folder, folder)
             self._folder = None
         for number in list(self._hosts):
             self._note_end(number, DRIVER_ENDED)

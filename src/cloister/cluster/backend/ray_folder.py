@@ -46,8 +46,11 @@ def _find_writers(folder: str) -> Iterator[int]:
 
 
 def _writes(pid: int, number: str, folder: str) -> bool:
-    if not os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"{folder}/"):
+    try:
+        if not os.readlink(f"/proc/{pid}/fd/{number}").startswith(f"{folder}/"):
+            return False
+        with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
+            flags = next(line for line in file if line.startswith("flags:"))
+    except OSError:  # it was closed meanwhile
         return False
-    with open(f"/proc/{pid}/fdinfo/{number}", encoding="ascii") as file:
-        flags = next(line for line in file if line.startswith("flags:"))
     return int(flags.split()[1], 8) & os.O_ACCMODE != os.O_RDONLY
