@@ -393,7 +393,7 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
         moved_s = await run_prompts(cluster, 2)
     blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, PROMPT_LENGTHS)], dtype=np.float64)
     moves = blocks[:, 1] > 0
-    # what does not depend on the number of blocks is left out: most of it are steps without tokens, whose time is in `steps`
+    # what does not depend on the number of blocks is left out: the engine's waking is in it, and a busy one does not sleep
     _, export_s = fit_costs(blocks[moves], (moved_s[:, 0] - prompts_s[:, 0])[moves])
     _, load_s = fit_costs(blocks[moves], moved_s[moves, 1])
     counts, spent_s = np.array([row for row, _ in both.front], dtype=np.float64), np.array([spent for _, spent in both.front])

@@ -1,7 +1,10 @@
+from itertools import product
+
+import numpy as np
 import pytest
 
 from cloister.bench.recorder import RequestRecord
-from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, list_figures, summarise
+from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, fit_costs, list_figures, summarise
 
 
 def record(number=0, due_s=0.0, times=(1.0, 2.0, 4.0), num_input=10, failure=None, cached=0):
@@ -76,3 +79,31 @@ def test_an_objective_is_met_by_nine_tenths():
 def test_a_run_without_requests_is_refused():
     with pytest.raises(ValueError, match="without requests"):
         summarise("run", [])
+
+
+def test_costs_are_the_best_of_those_that_are_not_negative() -> None:
+    draw = np.random.default_rng(0)
+    for _ in range(50):
+        features = draw.random((12, 4)) * 10.0 ** draw.uniform(-6, 3, 4)
+        costs = features @ (draw.normal(size=4) / features.mean(axis=0)) + draw.normal(size=12)
+        fitted = np.array(fit_costs(features, costs))
+        assert (fitted >= 0).all()
+        best = float(np.square(costs).sum())
+        for chosen in product((False, True), repeat=4):
+            if any(chosen):
+                part = features[:, list(chosen)]
+                found = np.linalg.lstsq(part, costs, rcond=None)[0]
+                if (found >= 0).all():
+                    best = min(best, float(np.square(part @ found - costs).sum()))
+        assert np.square(features @ fitted - costs).sum() == pytest.approx(best, rel=1e-6)
+
+
+def test_a_cost_that_others_explain_better_is_given_up() -> None:
+    features = np.array([[1.0, 0.0, 1.0], [0.0, 1.0, 1.0], [0.1, 0.1, 0.5]])
+    fitted = fit_costs(features, np.array([1.0, 1.0, 0.1]))  # the third column is used first, and would become negative
+    assert fitted == pytest.approx([2.02 / 2.04, 2.02 / 2.04, 0.0])
+
+
+def test_a_cost_without_any_number_is_zero() -> None:
+    features = np.array([[1.0, 0.0], [2.0, 0.0], [4.0, 0.0]])
+    assert fit_costs(features, np.array([3.0, 6.0, 12.0])) == pytest.approx([3.0, 0.0])
