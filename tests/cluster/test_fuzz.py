@@ -317,11 +317,10 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
 FIRST_SEEDS = {
     "repeated frames are taken as new": 190,
     "frames are taken out of order": 33,
-    "a resumed request forgets which sequences have ended": 232,
-    "a hung engine is not replaced": 564,
+    "a resumed request forgets which sequences have ended": 271,
+    "a hung engine is not replaced": 631,
     "what an engine says of a request that left it is taken": 1220,
     "a token is repeated at a switch": 32,
-    "a request that moved stays where it was too": 38,
     "tenants share prefixes": 113,
     "aborted requests keep their blocks": 48,
     "the time waited is that between two clocks": 81,
