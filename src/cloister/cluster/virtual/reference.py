@@ -70,7 +70,7 @@ def _are_best(answer: JobAnswer, shape: EngineShape, salt: int) -> bool:
     if not any(answer.token_ids):
         return True
     best = _search_beams(answer, min(answer.job.max_tokens, shape.max_model_len - len(answer.request.token_ids)), salt)
-    return all(not given or given == expected for given, expected in zip(answer.token_ids, best, strict=False))
+    return all(not given or [given] == best[index : index + 1] for index, given in enumerate(answer.token_ids))
 
 
 def _search_beams(answer: JobAnswer, num_most: int, salt: int) -> list[list[int]]:
