@@ -600,8 +600,10 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
     asyncio.run(run())
 
 
-def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: Clock):
-    leader, members = Machine(clock), [Machine(clock, attester=BigAttester()) for _ in range(4)]
+@pytest.mark.parametrize(("of_leader", "of_members"), [(1, 150_000), (32, 1)], ids=["bytes", "parts"])
+def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: Clock, of_leader: int, of_members: int):
+    leader = Machine(clock, attester=BigAttester(of_leader, 1))
+    members = [Machine(clock, attester=BigAttester(1, of_members)) for _ in range(4)]
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -630,8 +632,11 @@ class FailingAttester(SoftwareAttester):
 class BigAttester(SoftwareAttester):
     """Evidence with as much beside it as that of several GPUs."""
 
+    def __init__(self, num_parts: int, num_bytes: int) -> None:
+        self.extra = {f"collateral-{number}": bytes(num_bytes) for number in range(num_parts)}
+
     def attest(self, statement: bytes) -> Evidence:
-        return msgspec.structs.replace(super().attest(statement), extra={"collateral": bytes(150_000)})
+        return msgspec.structs.replace(super().attest(statement), extra=self.extra)
 
 
 def frame(content: bytes) -> bytes:
