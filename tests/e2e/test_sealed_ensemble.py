@@ -206,6 +206,23 @@ def test_accepted_requests_survive_a_member_that_is_stopped(answers: list[str]) 
 
 
 @pytest.mark.slow
+def test_accepted_requests_survive_a_machine_that_freezes(answers: list[str]) -> None:
+    """Its kernel still answers, as after a SIGSTOP of all that runs there: its leader gives it up after 30 s of silence."""
+    made = Unit()
+    try:
+
+        def freeze() -> None:
+            made.kill_busy_member("cl-engine", signal.SIGSTOP)()
+            for pid in made.member.pids:
+                os.kill(pid, signal.SIGSTOP)
+
+        assert made.ask_all(freeze) == answers
+        assert made.ask_all() == answers
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
 def test_kv_passes_between_the_machines_of_a_unit_with_roles(answers: list[str]) -> None:
     made = Unit("--replicas", "2", "--prefill", "1", "--decode", "1", "--kv-transfer", "sealed")
     try:
