@@ -16,11 +16,11 @@ from cloister.cluster.sealed_unit import SealedUnit, connect_engines
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport, channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.in_flight import PERHAPS_POISONED
-from cloister.engine.kv_unit import KVUnit, endpoint_of
+from cloister.engine.kv_unit import CARRIED, KVUnit, endpoint_of
 from cloister.engine.sealed_channels import CONNECT, SealedChannels, open_listener
 from cloister.private.workers.channel_broker import NOT_RUNNING
 from cloister.types.config import EngineConfig, ServerConfig
-from cloister.types.errors import EngineError
+from cloister.types.errors import ConfigError, EngineError
 from cloister.types.events import (
     Abort,
     CancelPrefetch,
@@ -433,6 +433,25 @@ def test_a_worker_that_comes_back_as_soon_as_its_prompt_is_done_keeps_its_channe
     monkeypatch.setattr(channels.channels, "_send", send_and_come_back)
     channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
     assert [type(message) for message in heard] == [Submit]
+
+
+def test_an_engine_that_may_lock_no_memory_serves_workers_of_its_own_machine(
+    channels: Channels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(setting: str) -> None:
+        raise ConfigError("none may be locked", param=setting)
+
+    monkeypatch.setattr("cloister.engine.locked_keys.lock_keys", refuse)
+    near, far = socket.socketpair()
+    with near:
+        with far:
+            socket.send_fds(channels.near, [CARRIED], [far.fileno()])
+        assert channels.channels._admit()
+        near.settimeout(20.0)
+        assert near.recv(1) == b""
+    worker = channels.link()
+    worker.sendall(channel.frame(Submit(make_request())))
+    assert channels.hear() == [Submit(make_request())]
 
 
 @pytest.mark.parametrize(

@@ -109,22 +109,25 @@ class Unit:
         self.tap.close()
 
     def ask_all(self, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
-        """Asks the leader for every answer at once."""
-        with ThreadPoolExecutor(len(PROMPTS)) as pool:
-            asked = [pool.submit(self.leader.complete, prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in PROMPTS]
+        """Asks the leader for every answer at once, twice: all of them are drawn by one engine once in two thousand times."""
+        with ThreadPoolExecutor(2 * len(PROMPTS)) as pool:
+            prompts = (*PROMPTS, *PROMPTS)
+            asked = [pool.submit(self.leader.complete, prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in prompts]
             meanwhile()
             replies = [each.result() for each in asked]
-        assert [status for status, _ in replies] == [200] * len(PROMPTS), replies
-        return [json.loads(content)["choices"][0]["text"] for _, content in replies]
+        assert [status for status, _ in replies] == [200] * len(prompts), replies
+        texts = [json.loads(content)["choices"][0]["text"] for _, content in replies]
+        assert texts[: len(PROMPTS)] == texts[len(PROMPTS) :]
+        return texts[: len(PROMPTS)]
 
-    def kill_busy_member(self, name: str) -> Callable[[], None]:
-        """Returns what kills a process of the member once its engine works."""
+    def kill_busy_member(self, name: str, how: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
+        """Returns what ends a process of the member once its engine works."""
         [engine] = self.member.pids_named("cl-engine")
         before_s, victim = used_s(engine), engine if name == "cl-engine" else self.member.process.pid
 
         def kill() -> None:
-            wait_for(lambda: used_s(engine) - before_s > 0.05)
-            os.kill(victim, signal.SIGKILL)
+            wait_for(lambda: used_s(engine) - before_s > 0.02)
+            os.kill(victim, how)
 
         return kill
 
@@ -189,6 +192,34 @@ def test_accepted_requests_survive_the_death_of_a_machine_and_another_key_in_its
         for _ in range(3):
             assert unit.ask_all() == answers
         assert used_s(engine) - before_s < 0.05  # clients of the leader's older statement know nothing of its key
+
+
+@pytest.mark.slow
+def test_accepted_requests_survive_a_member_that_is_stopped(answers: list[str]) -> None:
+    made = Unit("--drain-timeout-s", "0")
+    try:
+        assert made.ask_all(made.kill_busy_member("front", signal.SIGTERM)) == answers
+        assert made.member.process.wait(60) == 0
+        assert made.ask_all() == answers
+    finally:
+        made.close()
+
+
+@pytest.mark.slow
+def test_accepted_requests_survive_a_machine_that_freezes(answers: list[str]) -> None:
+    """Its kernel still answers, as after a SIGSTOP of all that runs there: its leader gives it up after 30 s of silence."""
+    made = Unit()
+    try:
+
+        def freeze() -> None:
+            made.kill_busy_member("cl-engine", signal.SIGSTOP)()
+            for pid in made.member.pids:
+                os.kill(pid, signal.SIGSTOP)
+
+        assert made.ask_all(freeze) == answers
+        assert made.ask_all() == answers
+    finally:
+        made.close()
 
 
 @pytest.mark.slow

@@ -106,6 +106,9 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "cluster/test_remote_attacks.py::test_a_host_with_another_certificate_is_not_spoken_to",
     ),
     "router.unit": (
+        "e2e/test_sealed_ensemble.py::test_engines_of_two_machines_answer_as_one_and_the_network_reads_nothing",
+        "private/test_unit_carriers.py::test_what_is_changed_on_the_way_ends_the_connection_and_the_request_goes_on",
+        "private/test_unit_kv.py::test_kv_passes_between_machines_and_the_network_reads_none_of_it",
         "private/test_unit_membership.py::test_a_leader_does_not_start_with_a_member_that_is_not_what_it_is",
         "private/test_unit_membership.py::test_a_member_lends_nothing_to_a_leader_that_is_not_what_it_is",
         "private/test_unit_membership.py::test_a_member_that_was_started_again_is_used_when_no_statement_without_it_is_valid",

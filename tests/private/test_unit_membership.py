@@ -40,11 +40,12 @@ from tests.private.units import (
     Machine,
     SnpAttester,
     failures,
+    pass_time,
     running_leader,
     running_member,
     until,
 )
-from tests.snp_platform import CHIP_ID, SnpPlatform
+from tests.snp_platform import SnpPlatform
 
 
 @pytest.fixture
@@ -106,17 +107,17 @@ def test_both_sides_of_a_pair_have_its_secret_and_know_which_member_it_is(clock:
 
 def test_evidence_is_renewed_on_both_sides_for_as_long_as_the_unit_runs(clock: Clock):
     """Both outlive every single statement, and a client accepts the node at every moment."""
-    leader, member = Machine(clock), Machine(clock)
+    leader = Machine(clock)
+    clock.now += 600  # so that their statements do not end together
+    member = Machine(clock)
 
     async def run() -> None:
-        clock.now += 600  # the member is younger than the leader's key: their statements do not end together
-        async with running_member(member), running_leader(leader, [member.port]):
+        async with running_member(member), running_leader(leader, [member.port]) as unit:
             await until(lambda: leader.pairs)
             (pair_id,) = leader.pairs
             documents = set()
             for _ in range(100):
-                clock.now += 60
-                await asyncio.sleep(0.03)
+                await pass_time(clock, 60, leader, member, settled=lambda: member.document in unit.list_members().documents)
                 assert leader.judged().accepted, failures(leader.judged())
                 left_s = stated(leader).not_after - clock.now
                 assert left_s > TIMES.listed_s, "clients get epochs of some length"
@@ -132,10 +133,10 @@ def test_a_member_that_renews_nothing_is_dropped_before_its_evidence_ends(clock:
     leader, member = Machine(clock), Machine(clock, attester=attester)
 
     async def run() -> None:
-        async with running_member(member), running_leader(leader, [member.port]):
+        async with running_member(member), running_leader(leader, [member.port]) as unit:
             await until(lambda: leader.pairs)
             attester.is_broken = True
-            await pass_time(clock, NODE_KEY_LIFE_S - TIMES.listed_s - 1)
+            await pass_time(clock, NODE_KEY_LIFE_S - TIMES.listed_s - 1, leader, member)
             assert leader.pairs, "nothing is late yet"
             clock.now += 1
             await until(lambda: not leader.pairs and not member.pairs)
@@ -146,7 +147,8 @@ def test_a_member_that_renews_nothing_is_dropped_before_its_evidence_ends(clock:
             await until(lambda: stated(leader).unit_members)
             await asyncio.sleep(0.1)
             assert not leader.pairs, "statements without it are still valid"
-            await pass_time(clock, NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S)
+            later_s = NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S
+            await pass_time(clock, later_s, leader, member, settled=lambda: member.document in unit.list_members().documents)
             await until(lambda: leader.pairs)
 
     asyncio.run(run())
@@ -174,7 +176,7 @@ def test_a_member_that_was_started_again_is_used_when_no_statement_without_it_is
     async def run() -> None:
         async with contextlib.AsyncExitStack() as of_first:
             await of_first.enter_async_context(running_member(first))
-            async with running_leader(leader, [first.port]):
+            async with running_leader(leader, [first.port]) as unit:
                 await until(lambda: leader.pairs)
                 (old_id,) = leader.pairs
                 old = stated(leader)
@@ -183,7 +185,10 @@ def test_a_member_that_was_started_again_is_used_when_no_statement_without_it_is
                 async with running_member(second, port=first.port):
                     await until(lambda: stated(leader).unit_members == (second.key.digest,))
                     assert leader.judged().accepted
-                    await pass_time(clock, old.not_after + MAX_CLOCK_SKEW_S - clock.now - 1)
+                    wait_s = old.not_after + MAX_CLOCK_SKEW_S - clock.now - 1
+                    await pass_time(
+                        clock, wait_s, leader, second, settled=lambda: second.document in unit.list_members().documents
+                    )
                     assert not leader.pairs
                     clock.now += 1
                     await until(lambda: leader.pairs)
@@ -215,15 +220,6 @@ FLOOR = AttestationPolicy(
     accept_software=True,  # which no policy can have a node on hardware accept
     releases=frozenset({"ff" * 32}),
 )
-
-
-async def pass_time(clock: Clock, seconds: float) -> None:
-    """Moves the clock as time goes by: in steps that are short for keys, each long enough for the machines to look at it."""
-    for _ in range(int(seconds / 60)):
-        clock.now += 60
-        await asyncio.sleep(0.03)
-    clock.now += seconds % 60
-    await asyncio.sleep(0.1)
 
 
 def stated(machine: Machine) -> Statement:
@@ -353,7 +349,7 @@ def test_a_thief_in_the_place_of_a_running_member_changes_nothing_in_the_leaders
 
 
 def test_evidence_that_has_ended_or_does_not_hold_yet_is_refused(clock: Clock):
-    leader, member = Machine(clock), Machine(clock)
+    member = Machine(clock)
     member.does_renew = False
 
     async def run() -> None:
@@ -371,7 +367,6 @@ def test_evidence_that_has_ended_or_does_not_hold_yet_is_refused(clock: Clock):
                     raise AssertionError("it started")
 
     asyncio.run(run())
-    del leader
 
 
 def test_a_leader_whose_statement_does_not_list_the_member_is_refused(clock: Clock):
@@ -451,17 +446,18 @@ def test_a_leader_that_lost_its_connection_gets_a_new_one(clock: Clock):
 
 
 def test_a_machine_on_the_leaders_chip_is_refused_and_one_on_another_is_not(clock: Clock):
-    platform = SnpPlatform()
-    trusted = {**VERIFIERS, "sev-snp": SnpVerifier(platform.roots)}
+    platform, another = SnpPlatform(), SnpPlatform(chip_id=bytes(range(65, 129)))
+    trusted = {**VERIFIERS, "sev-snp": SnpVerifier(platform.roots | another.roots)}
     facts = replace(FACTS, launch={"sev-snp": "4d" * 48})
-    leader, same, software = (
+    leader, same, elsewhere, software = (
         Machine(clock, facts, attester=SnpAttester(platform), policy=FLOOR),
         Machine(clock, facts, attester=SnpAttester(platform), policy=FLOOR),
+        Machine(clock, facts, attester=SnpAttester(another), policy=FLOOR),
         Machine(clock, facts),
     )
 
     async def run() -> None:
-        for machine in (leader, same, software):
+        for machine in (leader, same, elsewhere, software):
             await machine.announcer.rehearse()
         verifier = replace(leader.announcer.make_verifier(gpu=False), verifiers=trusted)
         for member, reason in ((same, "chip"), (software, "hardware")):
@@ -470,9 +466,11 @@ def test_a_machine_on_the_leaders_chip_is_refused_and_one_on_another_is_not(cloc
                     async with running_leader(leader, [member.port], verifier):
                         raise AssertionError("it started")
                 assert refused.value.reason == reason, refused.value.message
+        its_own = replace(elsewhere.announcer.make_verifier(gpu=False), verifiers=trusted)
+        async with running_member(elsewhere, its_own), running_leader(leader, [elsewhere.port], verifier):
+            await until(lambda: leader.pairs and elsewhere.pairs)
 
     asyncio.run(run())
-    assert len(CHIP_ID) == 64
 
 
 def test_a_machine_of_another_measurement_than_the_release_names_is_refused(clock: Clock):
@@ -602,8 +600,10 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
     asyncio.run(run())
 
 
-def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: Clock):
-    leader, members = Machine(clock), [Machine(clock, attester=BigAttester()) for _ in range(4)]
+@pytest.mark.parametrize(("of_leader", "of_members"), [(1, 150_000), (32, 1)], ids=["bytes", "parts"])
+def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: Clock, of_leader: int, of_members: int):
+    leader = Machine(clock, attester=BigAttester(of_leader, 1))
+    members = [Machine(clock, attester=BigAttester(1, of_members)) for _ in range(4)]
 
     async def run() -> None:
         async with contextlib.AsyncExitStack() as stack:
@@ -632,8 +632,11 @@ class FailingAttester(SoftwareAttester):
 class BigAttester(SoftwareAttester):
     """Evidence with as much beside it as that of several GPUs."""
 
+    def __init__(self, num_parts: int, num_bytes: int) -> None:
+        self.extra = {f"collateral-{number}": bytes(num_bytes) for number in range(num_parts)}
+
     def attest(self, statement: bytes) -> Evidence:
-        return msgspec.structs.replace(super().attest(statement), extra={"collateral": bytes(150_000)})
+        return msgspec.structs.replace(super().attest(statement), extra=self.extra)
 
 
 def frame(content: bytes) -> bytes:

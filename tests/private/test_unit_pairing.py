@@ -3,7 +3,12 @@ repeats or sends back what they say gets nothing, and so does one who has their 
 
 from __future__ import annotations
 
+import contextlib
+from functools import cache
+
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cloister.private.unit.pairing import (
     Agreed,
@@ -16,6 +21,7 @@ from cloister.private.unit.pairing import (
     encode_refusal,
 )
 from cloister.trust.sealing import KEMS, X25519, XWING
+from tests.thinning import examples
 
 LEADERS, MEMBERS = b"the leader's evidence", b"the member's evidence"
 
@@ -38,6 +44,11 @@ def pair(
     of_leader = leader.finish(change(3, answer))  # type: ignore[operator]
     assert (index, evidence) == (3, LEADERS)
     return of_leader, of_member
+
+
+@cache
+def known_keys() -> tuple[UnitKey, UnitKey]:
+    return UnitKey(), UnitKey()
 
 
 @pytest.fixture
@@ -188,6 +199,38 @@ def test_a_pairing_is_sealed_against_quantum_computers_and_cannot_be_talked_down
     only_new = MemberHandshake(keys[1], MEMBERS, (XWING,))
     with pytest.raises(UnitRefusedError, match="different key exchanges"):
         only_new.offer(older.hello)
+
+
+@pytest.mark.hypothesis
+@settings(max_examples=examples(200), deadline=None)
+@given(noise=st.binary(max_size=1500), where=st.integers(0, 3000))
+def test_bytes_of_anybody_are_refused_and_break_nothing(noise: bytes, where: int):
+    """Noise alone, and noise somewhere in what the other side would say."""
+    keys = known_keys()
+    leader, member = LeaderHandshake(keys[0]), MemberHandshake(keys[1], MEMBERS)
+    hello = leader.hello
+    for sent in (noise, b"cloister unit v1" + noise, hello[:where] + noise + hello[where + len(noise) :]):
+        if sent != hello:
+            with contextlib.suppress(UnitRefusedError):
+                member.offer(sent)
+    offer = member.offer(hello)
+    for sent in (noise, b"+" + noise, offer[:where] + noise + offer[where + len(noise) :]):
+        if sent != offer:
+            with pytest.raises(UnitRefusedError):
+                take_offer(leader, keys[1], sent)
+    for sent in (noise, b"\x01" + noise):
+        with pytest.raises(UnitRefusedError):
+            take_claim(member, keys[0], sent)
+
+
+def take_offer(leader: LeaderHandshake, member_key: UnitKey, offer: bytes) -> None:
+    leader.read_offer(offer)
+    leader.check_offer(member_key.public)
+
+
+def take_claim(member: MemberHandshake, leader_key: UnitKey, claim: bytes) -> None:
+    member.read_claim(claim)
+    member.accept(leader_key.public)
 
 
 def test_records_are_opened_once_in_order_and_by_the_other_side(keys: tuple[UnitKey, UnitKey]):

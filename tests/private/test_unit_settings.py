@@ -27,7 +27,20 @@ def test_members_are_addresses_with_ports():
 
 @pytest.mark.parametrize(
     "given",
-    ["", ",", "10.0.0.2", "10.0.0.2:", "10.0.0.2:0", "10.0.0.2:65536", "10.0.0.2:x", "node2.example:9100", "fd00::2", ":9100"],
+    [
+        "",
+        ",",
+        "10.0.0.2",
+        "10.0.0.2:",
+        "10.0.0.2:0",
+        "10.0.0.2:65536",
+        "10.0.0.2:x",
+        "node2.example:9100",
+        "fd00::2",
+        ":9100",
+        "fd00::2:9100",
+        "[10.0.0.2]:9100",
+    ],
 )
 def test_what_is_no_address_is_refused_as_a_sealed_node_looks_up_no_names(given: str):
     with pytest.raises(ConfigError, match=r"IP:PORT") as refused:

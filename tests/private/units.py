@@ -96,6 +96,7 @@ class Machine:
         self.carried: list[bytes] = []
         self.port = 0
         self.does_renew = True
+        self.num_looks = 0
 
     def paired(self, pair: Pair) -> None:
         assert pair.id not in self.pairs
@@ -125,7 +126,8 @@ class Machine:
             if self.does_renew:
                 with contextlib.suppress(AttestationError):
                     await self.announcer.renew()
-            await asyncio.sleep(0.01)
+            self.num_looks += 1
+            await asyncio.sleep(0.003)
 
 
 @contextlib.asynccontextmanager
@@ -192,7 +194,22 @@ async def until(holds: Callable[[], object]) -> None:
     """Waits for a condition."""
     async with asyncio.timeout(DEADLINE_S):
         while not holds():
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0.003)
+
+
+async def pass_time(clock: Clock, seconds: float, *machines: Machine, settled: Callable[[], object] = lambda: True) -> None:
+    """Moves the clock as time goes by: in steps that are short for keys and evidence. At each, all machines look at it.
+
+    Args:
+        settled: has to hold after each step.
+    """
+    end_s = clock.now + seconds
+    while clock.now < end_s:
+        clock.now = min(clock.now + 60, end_s)
+        for holds in (lambda: True, settled):
+            await until(holds)
+            seen = [machine.num_looks for machine in machines]
+            await until(lambda seen=seen: all(m.num_looks > n + 1 for m, n in zip(machines, seen, strict=True)))
 
 
 def failures(findings: Findings) -> list[str]:

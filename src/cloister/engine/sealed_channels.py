@@ -10,6 +10,7 @@ request is closed: otherwise it could receive that one's outputs. A channel that
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 import selectors
 import socket
@@ -23,6 +24,7 @@ from cloister.engine import channel
 from cloister.engine.channel import InputQueue
 from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_unit import CARRIED, SECRET_BYTES
+from cloister.types.errors import ConfigError
 from cloister.types.events import (
     Abort,
     CancelPrefetch,
@@ -45,6 +47,8 @@ CONNECT: Final = b"+"
 """The message that accompanies a descriptor, of a channel from this machine; `CARRIED`: from another one."""
 MAX_TOKEN_ID: Final = 2**31
 _READ_BYTES: Final = 65536
+
+_logger = logging.getLogger(__name__)
 
 
 def open_listener() -> tuple[socket.socket, socket.socket]:
@@ -214,7 +218,12 @@ class SealedChannels:
         for descriptor in descriptors:
             sock = socket.socket(fileno=descriptor)
             sock.setblocking(False)
-            worker = _Channel(sock, self._make_records() if message == CARRIED else None)
+            try:
+                worker = _Channel(sock, self._make_records() if message == CARRIED else None)
+            except ConfigError as error:  # the worker goes on elsewhere
+                _logger.error("%s", error.message)
+                sock.close()
+                continue
             self._selector.register(sock, selectors.EVENT_READ, worker)
             worker.push()
         return True

@@ -109,7 +109,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.cluster.sealed_unit import SealedUnit, count_engines
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
-    from cloister.private.unit.machine import open_machine
+    from cloister.private.unit.machine import DrainedMachine, open_machine
     from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
     from cloister.private.workers.worker_pool import WorkerPool, start_module
@@ -183,7 +183,8 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     def find_fault() -> str | None:
         return pool.fault or engine.fault() or (None if machine is None else machine.fault)
 
-    return ServerApp(app, engine, (), close, find_fault)
+    drained = engine if machine is None else DrainedMachine(machine, engine)
+    return ServerApp(app, drained, (), close, find_fault)
 
 
 def _tell_hardening() -> Mapping[str, str]:

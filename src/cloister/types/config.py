@@ -508,12 +508,18 @@ def parse_unit_members(setting: str | None) -> tuple[tuple[str, int], ...]:
     found = []
     for entry in _names(setting):
         host, _, port = entry.rpartition(":")
-        host = host.removeprefix("[").removesuffix("]") if host.startswith("[") else host
+        has_brackets = host.startswith("[") and host.endswith("]")
         try:
-            address = ipaddress.ip_address(host)
+            address = ipaddress.ip_address(host[1:-1] if has_brackets else host)
         except ValueError:
             address = None
-        if address is None or not port.isascii() or not port.isdigit() or not 0 < int(port) < 2**16:
+        if (
+            address is None
+            or has_brackets != (address.version == 6)
+            or not port.isascii()
+            or not port.isdigit()
+            or not 0 < int(port) < 2**16
+        ):
             raise ConfigError(
                 "unit_members must be IP:PORT, with commas between several, such as 10.0.0.2:9100 or [fd00::2]:9100; a sealed "
                 "node looks up no names",

@@ -7,8 +7,10 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, Final
 
+from cloister.engine import RequestClient
 from cloister.engine.kv_unit import KVUnit
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.membership import UnitLeader, UnitPort, UnitSide, listen_for_leader
@@ -56,6 +58,9 @@ class UnitMachine:
             UnitRefusedError: the evidence of a member is refused, or does not come.
         """
         raise NotImplementedError
+
+    def leave(self) -> None:
+        """Called when the node is told to stop, before its engines are: what others have here goes on elsewhere."""
 
     def close(self) -> None:
         """Ends all connections with other machines, and wipes the keys."""
@@ -126,10 +131,28 @@ class MemberMachine(UnitMachine):
         self._begin(port.run(self._listener))
         return port
 
-    def close(self) -> None:
+    def leave(self) -> None:
+        if self._work is not None:
+            self._work.cancel()  # the leader notices at once, and its workers that have requests here
         self._carriers.close()
+
+    def close(self) -> None:
+        self.leave()
         self._listener.close()
         super().close()
+
+
+@dataclass(frozen=True)
+class DrainedMachine:
+    """The engines of a machine of a unit, which are drained once it has left the unit."""
+
+    machine: UnitMachine
+    engine: RequestClient
+
+    async def drain(self, timeout_s: float) -> None:
+        """See `RequestClient.drain`."""
+        self.machine.leave()
+        await self.engine.drain(timeout_s)
 
 
 def open_machine(front: ServerConfig) -> UnitMachine | None:

@@ -35,7 +35,7 @@ from cloister.private.unit.pairing import (
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
-from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES
+from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_EXTRAS
 from cloister.types.errors import ConfigError
 
 MAX_UNPROVED: Final = 32
@@ -210,11 +210,12 @@ class UnitLeader:
         statements = [read_evidence(member.document).statement for member in self._members]
         parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
         size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
-        if size > MAX_EVIDENCE_BYTES:
+        num_extras = len(self._verifier.own.extra) + len(self._members)
+        if size > MAX_EVIDENCE_BYTES or num_extras > MAX_EXTRAS:
             raise UnitRefusedError(
                 "size",
-                f"the evidence of this node and its {len(self._members)} members has {size} bytes, and clients read at most "
-                f"{MAX_EVIDENCE_BYTES}; name fewer members in --unit-members",
+                f"the evidence of this node and its {len(self._members)} members has {size} bytes and {num_extras} parts, and "
+                f"clients read at most {MAX_EVIDENCE_BYTES} and {MAX_EXTRAS}; name fewer members in --unit-members",
             )
 
     def _is_listed(self, member: _Member) -> bool:
