@@ -107,6 +107,13 @@ def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> N
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
 
 
+@pytest.mark.parametrize("action", ["drain", "return"])
+def test_an_index_of_thousands_of_digits_is_no_route(two: RunningServer, action: str, caplog: pytest.LogCaptureFixture) -> None:
+    for index in ("7" * 19, "7" * 5000):
+        assert check_error(httpx.post(f"{two.url}{PATH}/{index}/{action}"), 404)["code"] == "unknown_route"
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("state", ["stalled", "lost", "starting", "suspicious"])
 def test_the_last_replica_that_is_well_is_not_drained(two: RunningServer, state: str, monkeypatch: pytest.MonkeyPatch) -> None:
     own = ReplicaStates._state
