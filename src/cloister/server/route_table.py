@@ -16,7 +16,7 @@ Answer = TypeVar("Answer", bound=Callable[..., Awaitable[Response]])
 
 
 class _ShortInteger(IntegerConvertor):
-    """Starlette's `int` without its numbers of any length: Python refuses to read more than 4,300 digits, which answered 500."""
+    """Starlette's `int` for numbers of a sensible length: Python refuses to read more than 4,300 digits, which answered 500."""
 
     regex = "[0-9]{1,18}"
 
