@@ -221,6 +221,7 @@ def test_the_board_shows_what_a_tier_holds(browser, tmp_path):
     with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), config=ServerConfig(port=0)) as server:
         stored = KVStored("disk", num_bytes=3 * 2**20, used_bytes=5 * 2**20, oldest_s=90.0)
         step = Stepped(1.0, 0.1, 1, 1, 1, 0, num_used_blocks=4, num_cached_blocks=2, num_total_blocks=8, stored=(stored,))
+        tell(server, Arrived("r", 0.5, 4))
         for tier in ("disk", "host+disk", "", "host"):  # from the disk, from both, from another engine, and not from the disk
             load = KVLoaded("r", 1.0, 32, 1000, 0.25, complete=True, tier=tier)
             tell(server, step, load)
