@@ -288,12 +288,12 @@ class Connection(H11Protocol):
         if num_bytes < self._num_unread_bytes:
             self._num_unread_bytes, self._read_s = num_bytes, now_s
             self._note_progress()
-        elif self.table is not None:
+        elif self.table is not None and now_s >= self._read_s + self.unread_timeout_s / 4:
             self.table.wait(self)
         if now_s >= self._read_s + self.unread_timeout_s:
             self._socket.abort()
             return
-        wait_s = min(self.unread_timeout_s / 4, self._read_s + self.unread_timeout_s - now_s)
+        wait_s = min(self.unread_timeout_s / 20, self._read_s + self.unread_timeout_s - now_s)
         self._unread = self.loop.call_later(wait_s, self._look_at_reading)
 
 
