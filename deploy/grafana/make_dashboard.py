@@ -106,6 +106,18 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
         ),
     ),
     (
+        "Replicas",
+        (
+            Panel("States", "Of replicas that do not run well: lost, starting, stalled, drained and others.",
+                  ((gauge("replica_state", 'state!~"running|idle|standby"'), "{{instance}} {{replica}} {{state}}"),),
+                  maximum=1),
+            Panel("Requests of a replica", "Waiting ones included.",
+                  ((gauge("replica_requests"), "{{instance}} {{replica}}"),), stacked=True),
+            Panel("KV cache of a replica", "Part of its KV blocks that sequences hold.",
+                  ((gauge("replica_kv_cache_usage_perc"), "{{instance}} {{replica}}"),), "percentunit", maximum=1),
+        ),
+    ),
+    (
         "Speculation",
         (
             Panel("Tokens for each draft", "Accepted ones and the model's own: what a sequence gains by a step that drafts.",

@@ -109,6 +109,7 @@ def test_every_replica_gets_a_new_engine_and_no_request_is_lost(model_path: Path
             old = pids_of(replicas)
             answers = await load(replicas, lambda n: make_request(prompts[n % 8], max_tokens=30), update(replicas))
             assert replicas.update_progress == UpdateProgress(2, 2, is_running=False)
+            assert (replicas.action_counts()["update"], replicas.action_counts()["drain"]) == (1, 0)  # nobody drained any
             assert len(answers) >= 8
             for number, token_ids in answers.items():
                 assert token_ids == greedy_continuation(list(prompts[number % 8].encode()), 30, VOCAB_SIZE)

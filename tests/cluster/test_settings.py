@@ -21,6 +21,9 @@ def test_replicas_divide_the_threads() -> None:
     assert "divided among 2 replicas" in next(r.why for r in resolved.reasons if r.name == "num_threads")
 
 
+SEALED_ROLES = {"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "sealed", "sealed": True}
+
+
 @pytest.mark.parametrize(
     ("profile", "router"), [("open", "least_load"), ("team", "least_load"), ("private", "capacity_random")]
 )
@@ -123,7 +126,10 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"max_ttft_s": 1.0}, "set router to conductor, and replicas to 2 or more"),
         ({"replicas": 2, "kv_transfer": "tls://127.0.0.1:9560"}, "set kv_transfer to tls://HOST:0"),
         ({"kv_transfer": "unix"}, "set replicas to 2 or more"),
-        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: shm, unix, tls, mooncake"),
+        ({"replicas": 2, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: shm, unix, tls, mooncake$"),
+        ({**SEALED_ROLES, "kv_transfer": "rdma"}, "unknown transport of KV 'rdma'; choose one of: sealed$"),
+        ({**SEALED_ROLES, "kv_transfer": "shm"}, "set kv_transfer to sealed$"),
+        ({"replicas": 2, "kv_transfer": "shm,shm"}, "names a transport twice"),
         ({"replicas": 2, "kv_transfer": "tls:somewhere"}, "write tls://HOST:0"),
         ({"replicas": 2, "kv_transfer": "unix,tls"}, "no address to listen on; set it to shm, or tls://HOST:0"),
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
@@ -208,9 +214,6 @@ def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -
 def test_a_strict_profile_refuses_roles_before_it_is_said_what_they_need(profile: str) -> None:
     with pytest.raises(PolicyError, match="leave `prefill` and `decode` out"):
         resolve_settings({"replicas": 2, "profile": profile, "prefill": 1, "decode": 1})
-
-
-SEALED_ROLES = {"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "sealed", "sealed": True}
 
 
 def test_a_sealed_node_may_have_roles_whose_kv_is_encrypted() -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.launch import resolve_settings
 from cloister.server.metrics import EngineGauges, Metrics
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
@@ -30,9 +31,16 @@ needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="pr
 needs_systemd = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not installed")
 
 
+class TwoReplicas(ScriptedEngine):
+    """The client of two replicas, which have series of their own."""
+
+    def snapshots(self) -> list[ReplicaSnapshot]:
+        return [ReplicaSnapshot(0), ReplicaSnapshot(1)]
+
+
 def exported() -> dict[str, set[str]]:
     """Every series that a server has, with its labels."""
-    engine = ScriptedEngine(says("x"))
+    engine = TwoReplicas(says("x"))
     engine.memory, engine.startup = [("weights", 1)], [("import", 1.0)]
     metrics = Metrics(EngineGauges(engine, "m"))
     metrics.count_reply("/v1/models", 200)
@@ -96,6 +104,11 @@ def test_every_alert_says_what_and_what_to_do():
 def promtool(*arguments: str, folder: Path = PROMETHEUS) -> None:
     ended = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_replicas_are_named_by_an_alert_and_on_the_dashboard():
+    assert any("cloister_replica_state" in rule["expr"] for rule in RULES)
+    assert any("cloister_replica_state" in query for query in QUERIES)
 
 
 @needs_promtool

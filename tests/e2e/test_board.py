@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 
@@ -173,7 +174,11 @@ def test_figures_and_tenants_are_shown_to_operators_alone(browser, tmp_path, is_
 
 
 class ThreeReplicas(ScriptedEngine):
-    """The client of three replicas that do not change."""
+    """The client of three replicas that do not change. The engines of two are on this machine: this process, for both."""
+
+    @property
+    def processes(self) -> list[tuple[str, int]]:
+        return [("engine 0", os.getpid()), ("engine 2", os.getpid())]
 
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [
@@ -195,6 +200,11 @@ def test_the_board_draws_the_fleet_and_nothing_of_one_engine(board, browser, tmp
             ["Replica 0", "prefill", "slow"], ["Replica 1", "decode", "running"], ["Replica 2", "decode", "drained"],
         ]  # fmt: skip
         assert tiles[0].endswith("1,234 requests so far")
+        memory = r"([\d,.]+) ([MG])iB\s+engine\s+([\d,.]+) ([MG])iB\s+front"
+        found = browser.wait(lambda: re.search(memory, card_of(browser, "Memory of the processes"))).groups()
+        engines, front = (float(found[i].replace(",", "")) * {"M": 1, "G": 1024}[found[i + 1]] for i in (0, 2))
+        assert engines == pytest.approx(2 * front, rel=0.2)
+        browser.wait(lambda: re.search(r"\d\.\d\d\s+engine\s+\d\.\d\d\s+front", card_of(browser, "Processors in use")))
         for words in ("4 running, 1 waiting", "75% in use", "6 requests so far, 3 moved here, KV came 2 ×"):
             assert words in tiles[1]
         classes = browser.run("return [...document.querySelectorAll('.state')].map((e) => e.className)")
@@ -211,6 +221,7 @@ def test_the_board_shows_what_a_tier_holds(browser, tmp_path):
     with serving_script(write_model(tmp_path), ScriptedEngine(says("x")), config=ServerConfig(port=0)) as server:
         stored = KVStored("disk", num_bytes=3 * 2**20, used_bytes=5 * 2**20, oldest_s=90.0)
         step = Stepped(1.0, 0.1, 1, 1, 1, 0, num_used_blocks=4, num_cached_blocks=2, num_total_blocks=8, stored=(stored,))
+        tell(server, Arrived("r", 0.5, 4))
         for tier in ("disk", "host+disk", "", "host"):  # from the disk, from both, from another engine, and not from the disk
             load = KVLoaded("r", 1.0, 32, 1000, 0.25, complete=True, tier=tier)
             tell(server, step, load)

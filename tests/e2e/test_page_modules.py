@@ -295,6 +295,7 @@ def test_a_server_that_was_started_again_counts_from_nothing(page):
     assert page.call("metrics.js", script, "n 10\n", "n 3\n") == 3
     assert page.call("metrics.js", script, "", "n 3\n") == 3
     assert page.call("metrics.js", script, "n 3\n", "") is None
+    assert page.call("metrics.js", script, 'n{p="0"} 90\nn{p="1"} 9\n', 'n{p="0"} 1\nn{p="1"} 10\n') == 2
 
 
 def test_settings_say_what_is_wrong_and_leave_out_what_is_empty(page):

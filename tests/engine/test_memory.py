@@ -106,6 +106,33 @@ def test_too_little_kv_is_refused_with_both_ways_out() -> None:
     assert budget(4096, kv_memory_mb=10, max_model_len=figure(r"--max-model-len (\d+)", refusal)).num_blocks == 40
 
 
+@pytest.mark.parametrize("kv_memory_mb", [None, 200])
+@pytest.mark.parametrize("tier_mib", [10**6, 500])
+def test_a_tier_that_does_not_fit_is_refused_with_one_that_does(tier_mib: int, kv_memory_mb: float | None) -> None:
+    budget_it = partial(
+        budget_memory,
+        NEED,
+        available_bytes=900 * MIB,
+        block_size=16,
+        max_model_len=8192,
+        max_num_seqs=4,
+        kv_memory_mb=kv_memory_mb,
+    )
+    with pytest.raises(MemoryBudgetError) as refusal:
+        budget_it(tier_bytes=tier_mib * MIB)
+    assert refusal.value.param == "kv_tier"
+    fits = figure(r"--kv-tier a size of (\d+)M or less", refusal)
+    assert dict(budget_it(tier_bytes=fits * MIB).items)["KV tier"] == fits * MIB
+    with pytest.raises(MemoryBudgetError):
+        budget_it(tier_bytes=(fits + 1) * MIB)
+
+
+def test_a_tier_is_not_blamed_for_what_would_not_fit_without_it() -> None:
+    sizes = {"available_bytes": 430 * MIB, "block_size": 16, "max_model_len": 8192, "max_num_seqs": 4}
+    with pytest.raises(MemoryBudgetError, match="smaller model"):
+        budget_memory(NEED, tier_bytes=MIB, **sizes)
+
+
 def figure(pattern: str, refusal: pytest.ExceptionInfo[MemoryBudgetError]) -> int:
     """Returns the figure that a refusal recommends."""
     found = re.search(pattern, refusal.value.message)

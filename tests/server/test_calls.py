@@ -59,7 +59,12 @@ def test_a_call_is_over_when_both_sides_are_and_once(books, engine_first):
     call = books.open()
     prompt = books.calls.begin(call, request(max_tokens=20), 256)
     assert books.remaining() == 70
-    sides = [lambda: observe(prompt, ended()), lambda: books.calls.close(call, "/v1/completions", 200)]
+
+    def close() -> None:
+        books.calls.close(call, "/v1/completions", 200)
+        books.calls.leave(call)
+
+    sides = [lambda: observe(prompt, ended()), close]
     first, second = sides if engine_first else reversed(sides)
     first()
     assert books.over == []

@@ -154,9 +154,12 @@ def test_beam_search_answers_with_its_best_beams_and_one_beam_is_the_greedy_answ
         ({"best_of": 3, "stream": True}, "stream"),
         ({"length_penalty": 2.0}, "length_penalty"),
         ({"use_beam_search": True, "best_of": 65}, "n"),
+        ({"use_beam_search": True, "response_format": {"type": "json_object"}}, "use_beam_search"),
+        ({"use_beam_search": True, "stop": "x"}, "use_beam_search"),
     ],
 )
 def test_what_contradicts_a_search_is_refused(thinking, fields, param):
     reply = httpx.post(f"{thinking.url}/v1/completions", json={"model": MODEL, "prompt": "x", **fields})
     assert reply.status_code == 400
-    assert reply.json()["error"]["param"] == param
+    error = reply.json()["error"]
+    assert (error["param"], error["code"]) == (param, error["code"] if param == "n" else "invalid_request")

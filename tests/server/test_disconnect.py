@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import socket
 import time
@@ -10,12 +9,11 @@ import time
 import pytest
 
 from cloister.engine import EngineClient, ThreadTransport
-from cloister.server.middleware.body import Patience
+from cloister.server.connection import Connection
 from cloister.types.events import Ended, Stepped
 from cloister.types.request import FinishReason
 from tests.engine.replica import SteppedRunner, make_config, make_replica
 from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, endless, serving, serving_script
-from tests.virtual_time import run
 
 
 def send(server: RunningServer, path: str, **fields: object) -> socket.socket:
@@ -50,13 +48,15 @@ def test_a_disconnect_before_the_first_token_closes_it_too(model_path):
         wait_for(lambda: engine.left)
 
 
-def test_a_client_that_reads_nothing_does_not_hold_its_request_for_ever(model_path):
+def test_a_client_that_reads_nothing_does_not_hold_its_request_for_ever(model_path, monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 0.3)
+
     def flood(request):
         for piece in endless(request):
             yield 0.0 if isinstance(piece, float) else type(piece)(request_id=request.request_id, index=0, text="a" * 10_000)
 
     engine = ScriptedEngine(flood)
-    with serving_script(model_path, engine, write_timeout_s=0.3) as server:
+    with serving_script(model_path, engine) as server:
         connection = send(server, "/v1/completions", prompt="x", stream=True)
         wait_for(lambda: engine.left, timeout_s=8)
         connection.close()
@@ -93,23 +93,3 @@ def wait_for(condition, timeout_s: float = 5.0) -> None:
     while not condition():
         assert time.monotonic() < deadline, "it did not happen"
         time.sleep(0.005)
-
-
-def test_patience_ends_with_one_wait_that_lasts_too_long_and_not_with_many_short_ones():
-    async def write(longest_s: float) -> list[float]:
-        loop = asyncio.get_running_loop()
-        given_up: list[float] = []
-        patience = Patience(0.1, lambda: given_up.append(loop.time()))
-        for _ in range(10):
-            patience.since_s = loop.time()
-            await asyncio.sleep(0.02)
-            patience.since_s = None
-        patience.since_s = loop.time()
-        start_s = loop.time()
-        await asyncio.sleep(longest_s)
-        patience.close()
-        return [moment - start_s for moment in given_up]
-
-    assert run(write(0.02)) == []
-    (after_s,) = run(write(0.3))
-    assert after_s == pytest.approx(0.1)

@@ -115,6 +115,7 @@ def test_events_become_figures():
         metrics.observe(event)
     running = figures(metrics.render().decode())
     assert (running["cloister_num_requests_running"], running["cloister_num_requests_waiting"]) == (1, 0)
+    assert running["cloister_kv_cache_usage_perc"] == 0.5
     metrics.observe(events[5])
     preempted = figures(metrics.render().decode())
     assert (preempted["cloister_num_requests_running"], preempted["cloister_num_requests_waiting"]) == (0, 1)
@@ -122,7 +123,7 @@ def test_events_become_figures():
         metrics.observe(event)
     after = figures(metrics.render().decode())
     assert (after["cloister_num_requests_running"], after["cloister_num_requests_waiting"]) == (0, 0)
-    assert after["cloister_kv_cache_usage_perc"] == 0.5
+    assert after["cloister_kv_cache_usage_perc"] == 0
     assert after["cloister_prompt_tokens_total"] == 30
     assert after["cloister_generation_tokens_total"] == 3
     assert after["cloister_prefix_cache_hits_total"] == 16
@@ -183,11 +184,23 @@ def test_loads_and_stores_of_kv_are_counted_by_tier():
 
 def test_a_step_says_how_long_it_took_and_what_the_blocks_hold():
     metrics = Metrics()
+    metrics.observe(Arrived("r", 10.0, 30))
     metrics.observe(Stepped(10.9, 0.1, 7, 1, 1, 0, 4, 2, 8))
     shown = figures(metrics.render().decode())
     assert [shown[f"cloister_kv_blocks{{state={state}}}"] for state in ("used", "cached", "free")] == [4, 2, 2]
     assert shown["cloister_step_time_seconds_sum"] == pytest.approx(0.1)
     assert shown["cloister_step_tokens_sum"] == 7
+
+
+@pytest.mark.parametrize(("num_cached", "expected"), [(2, [0, 6, 2]), (0, [0, 0, 8])])
+def test_no_block_is_used_while_no_request_is_open(num_cached, expected):
+    metrics = Metrics()
+    metrics.observe(Arrived("r", 10.0, 30))
+    metrics.observe(Stepped(10.9, 0.1, 7, 1, 1, 0, 4, num_cached, 8))
+    metrics.observe(ended("r", 12.0))
+    shown = figures(metrics.render().decode())
+    assert [shown[f"cloister_kv_blocks{{state={state}}}"] for state in ("used", "cached", "free")] == expected
+    assert shown["cloister_kv_cache_usage_perc"] == 0
 
 
 def test_prefill_and_decode_are_told_apart_also_after_a_preemption():

@@ -6,6 +6,7 @@ import itertools
 import json
 import random
 import shutil
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,6 +18,8 @@ from typing import Any
 import httpx
 import pytest
 from jsonschema import Draft202012Validator
+from starlette.applications import Starlette
+from starlette.routing import Route
 
 from cloister.cli import cluster, main
 from cloister.cluster import ROUTERS, ReplicaSet
@@ -26,10 +29,12 @@ from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ThreadTransport
 from cloister.kv import PrefixKeys
 from cloister.policy import Credentials, Gate
+from cloister.private.serving import HealthEndpoint, handlers
 from cloister.server.calls import HttpCalls
 from cloister.server.logs import line_of
 from cloister.types.request import ModelInfo
 from tests.engine.replica import BLOCK_SIZE, SpeakingRunner, make_config, make_replica
+from tests.loopback import serve
 from tests.server.running_server import RunningServer, make_gate, serving
 from tests.server.test_bad_input import check_error
 from tests.server.test_floods import wait_until
@@ -105,6 +110,13 @@ def test_a_drained_replica_says_so_until_it_is_returned(two: RunningServer) -> N
     assert 'cloister_replica_actions_total{action="drain"} 1.0' in httpx.get(f"{two.url}/metrics").text.splitlines()
     assert httpx.post(f"{two.url}{PATH}/1/return").status_code == 200
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
+
+
+@pytest.mark.parametrize("action", ["drain", "return"])
+def test_an_index_of_thousands_of_digits_is_no_route(two: RunningServer, action: str, caplog: pytest.LogCaptureFixture) -> None:
+    for index in ("7" * 19, "7" * 5000):
+        assert check_error(httpx.post(f"{two.url}{PATH}/{index}/{action}"), 404)["code"] == "unknown_route"
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("state", ["stalled", "lost", "starting", "suspicious"])
@@ -314,6 +326,27 @@ def test_the_command_line_says_what_is_wrong(
         file = tmp_path / "key"
         file.write_text(f"{key}\n")
         assert "running" in run(capsys, "status", server.url, "--api-key-file", str(file))[1]
+
+
+def test_the_command_line_tells_a_busy_server_from_none(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster, "DRAIN_TIMEOUT_S", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as busy:  # its kernel accepts
+        url = f"http://127.0.0.1:{busy.getsockname()[1]}"
+        status, _, err = run(capsys, "drain", "0", url)
+    assert (status, err) == (
+        1,
+        f"error: the server at {url} did not answer within 0.2 s; it may be busy, so try again in a moment\n",
+    )
+
+
+def test_the_command_line_says_that_a_sealed_node_has_no_interface_for_operators(capsys: pytest.CaptureFixture[str]) -> None:
+    with serve(Starlette(routes=[Route("/health", HealthEndpoint())], exception_handlers=handlers())) as url:
+        for command in (("status",), ("drain", "0"), ("return", "0"), ("update",)):
+            status, _, err = run(capsys, *command, url)
+            assert (status, err.count("\n")) == (1, 1)
+            assert "is a sealed node, which has no operator's interface" in err
 
 
 def test_a_table_without_load_says_that_the_profile_withholds_it(

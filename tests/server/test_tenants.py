@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -57,10 +58,15 @@ def test_an_operator_sees_what_each_tenant_did_and_a_tenant_sees_nothing(model_p
         assert "bob" not in clients["boss"].get("/metrics").text
 
 
-@pytest.mark.parametrize("path", ["/metrics", "/metrics/history", "/load"])
-@pytest.mark.parametrize("profile", ["open", "team"])
+FIGURES = ["/metrics", "/metrics/history", "/load"]
+
+
+@pytest.mark.parametrize(
+    ("profile", "path"),
+    [*itertools.product(["open", "team"], FIGURES), ("private", "/metrics"), ("paranoid", "/metrics")],
+)
 def test_figures_that_move_with_the_requests_of_other_tenants_are_for_operators(
-    model_path: Path, path: str, profile: str
+    model_path: Path, profile: str, path: str
 ) -> None:
     with served(model_path, profile) as clients:
         assert "only an operator" in check_error(clients["ann"].get(path), 403)["message"]

@@ -36,7 +36,7 @@ CHECK_TIMEOUT_S: Final = 45.0
 """A server reads the tokenizer of other weights before it replies."""
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
-ServerUrl = Annotated[str, typer.Argument(help="Address of the server.", metavar="[URL]")]
+ServerUrl = Annotated[str, typer.Argument(help=f"Address of the server; {LOCAL_URL} if left out.", metavar="[URL]")]
 ApiKeyFile = Annotated[Path | None, typer.Option(help="File that holds an operator's API key.", metavar="FILE")]
 ReplicaIndex = Annotated[int, typer.Argument(help="Index of the replica, from 0.", metavar="REPLICA", min=0)]
 
@@ -174,10 +174,12 @@ def _ask(
     """Returns the reply of a server.
 
     Raises:
-        ConfigError: no server answers there, or it wants a key.
+        ConfigError: no server answers there, or it wants a key, or it is a sealed node.
         CloisterError: it refuses; the message is the server's.
     """
     import httpx
+
+    from cloister.private.problems import PROBLEM_MEDIA_TYPE
 
     address = url.rstrip("/").removesuffix("/v1")
     if not address.startswith(("http://", "https://")):
@@ -188,6 +190,10 @@ def _ask(
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s, json=body)
+    except (httpx.ReadTimeout, httpx.WriteTimeout):  # of a connection that was accepted: a server is there
+        raise CloisterError(
+            f"the server at {url} did not answer within {timeout_s:g} s; it may be busy, so try again in a moment"
+        ) from None
     except (httpx.HTTPError, httpx.InvalidURL):
         raise ConfigError(f"no server answers at {url}; start one with `cloister serve`", param="url") from None
     if reply.status_code == httpx.codes.UNAUTHORIZED:
@@ -196,6 +202,12 @@ def _ask(
         answer: dict[str, Any] = reply.json()
         if reply.is_success:
             return answer
+        if reply.headers.get("content-type") == PROBLEM_MEDIA_TYPE:  # no path of a server that is not sealed answers so
+            raise ConfigError(
+                f"{url} is a sealed node, which has no operator's interface: nobody sees or drains its engines; "
+                "its GET /health and GET /metrics say how it is",
+                param="url",
+            )
         message = answer["error"]["message"]
     except (ValueError, LookupError, TypeError):
         raise ConfigError(f"{url} did not answer as a Cloister server does; check the address", param="url") from None

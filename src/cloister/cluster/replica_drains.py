@@ -44,15 +44,19 @@ class ReplicaDrains:
         self._actions, self._stand_in = actions, stand_in
         self.add_first: Callable[[int], Awaitable[None]] | None = None
 
-    async def drain(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
-        """As `RequestClient.drain_replica`."""
+    async def drain(self, index: int, timeout_s: float = DRAIN_REPLICA_S, *, for_update: bool = False) -> int:
+        """As `RequestClient.drain_replica`.
+
+        Args:
+            for_update: a step of a rolling update, which is counted itself.
+        """
         self._check_index(index)
         draining = self._states.draining
         if self.add_first is not None and index not in draining:
             await self.add_first(index)
         if len(draining | self._states.stopped | {index}) == len(self._clients):
             raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
-        if index not in draining:
+        if index not in draining and not for_update:
             self._actions.note_drain(index)
         draining.add(index)
         self._stand_in(index)

@@ -110,7 +110,7 @@ class ReplicaUpdates:
         if index in self._lent:  # it goes again when fewer are enough
             self._lent.discard(index)
             return 0
-        return await self._drains.drain(index, timeout_s)
+        return await self._drains.drain(index, timeout_s, for_update=True)
 
     def is_drained(self, index: int) -> bool:
         return index in self._states.draining | self._states.stopped

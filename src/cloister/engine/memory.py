@@ -95,6 +95,10 @@ def budget_memory(
     activations_bytes = need.activations_bytes + need.logit_row_bytes * (_logit_rows(max_num_seqs) + num_draft_rows)
     activations_bytes += need.draft_bytes * num_drafts + need.draft_state_bytes * most_drafts
     left = available_bytes - need.weights_bytes - adapters_bytes - drafters_bytes - activations_bytes - overhead_bytes
+    blocks_per_seq = math.ceil(max_model_len / block_size)
+    sizes = _GroupSizes(need, groups, block_size, blocks_per_seq, max_num_seqs, max_batched_tokens)
+    least_blocks = blocks_per_seq if kv_memory_mb is None else sizes.count_blocks(int(kv_memory_mb * MIB))
+    _check_tier(tier_bytes, left - sizes.num_bytes(least_blocks))
     left -= tier_bytes
     if left <= 0:
         raise MemoryBudgetError(
@@ -105,8 +109,6 @@ def budget_memory(
             f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
             param="model",
         )
-    blocks_per_seq = math.ceil(max_model_len / block_size)
-    sizes = _GroupSizes(need, groups, block_size, blocks_per_seq, max_num_seqs, max_batched_tokens)
     if kv_memory_mb is None:
         num_blocks, why = _default_blocks(sizes, left, blocks_per_seq, max_num_seqs)
     else:
@@ -201,6 +203,18 @@ def _default_blocks(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_
     if blocks_per_seq <= shared:
         return shared, f"{DEFAULT_SHARE:.0%} of the memory that weights and activations leave free"
     return blocks_per_seq, "one sequence of full length"
+
+
+def _check_tier(tier_bytes: int, room_bytes: int) -> None:
+    """Raises MemoryBudgetError if a tier is what does not fit: without it, all else does."""
+    if tier_bytes <= room_bytes or room_bytes < 0:
+        return
+    fits = room_bytes // MIB
+    raise MemoryBudgetError(
+        f"a KV tier of {_mib(tier_bytes)} does not fit into the {_mib(room_bytes)} that weights, KV cache, activations and "
+        f"overhead leave; {f'give --kv-tier a size of {fits}M or less, or leave it out' if fits else 'leave --kv-tier out'}",
+        param="kv_tier",
+    )
 
 
 def _check_fits(sizes: _GroupSizes, num_blocks: int, left: int, blocks_per_seq: int, block_size: int, *, given: bool) -> None:

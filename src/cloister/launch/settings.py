@@ -163,20 +163,26 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
         return
     from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
 
+    names = [name for name, _ in parse_places(config.kv_transfer)]
+    if unknown := set(names) - set(KV_TRANSPORTS.names()):
+        choices = [name for name in KV_TRANSPORTS.names() if (name == SEALED_LINKS) == server.sealed]
+        raise ConfigError(f"unknown transport of KV {min(unknown)!r}; choose one of: {', '.join(choices)}", param="kv_transfer")
+    if len(set(names)) < len(names):
+        raise ConfigError("kv_transfer names a transport twice; name each once", param="kv_transfer")
     feature = "sealed-kv-transfer" if server.sealed else "kv-transfer"
     policy.check({feature: Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
-    is_through_mooncake = any(name == "mooncake" for name, _ in parse_places(config.kv_transfer))
-    policy.check({"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")})
-    for name, _ in parse_places(config.kv_transfer):
-        entry = Entry.of(KV_TRANSPORTS, name)
-        policy.check_entry(entry.kind, entry.name, entry.threat)
-    if server.sealed != (config.kv_transfer == SEALED_LINKS):
+    if server.sealed != (config.kv_transfer == SEALED_LINKS):  # before transports are judged, of which this node uses its own
         raise ConfigError(
             f"engines of a sealed node exchange KV over links of their own; set kv_transfer to {SEALED_LINKS}"
             if server.sealed
             else f"kv_transfer {SEALED_LINKS} is between engines of a sealed node; add sealed, or set it to shm",
             param="kv_transfer",
         )
+    is_through_mooncake = "mooncake" in names
+    policy.check({"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")})
+    for name in names:
+        entry = Entry.of(KV_TRANSPORTS, name)
+        policy.check_entry(entry.kind, entry.name, entry.threat)
     if server.sealed and not (server.prefill or server.decode):
         raise ConfigError(
             "in a sealed node KV passes from engines that compute prompts to those that go on; set prefill and decode, or leave"

@@ -17,7 +17,7 @@ PROFILING_THREAT = ThreatProfile(
     residue="statistics",
     where=("host memory",),
     attack="operator view into content",
-    mitigations=("counts only, from an allow-list, updated after a threshold of requests",),
+    mitigations=("counts only, from an allow-list, updated after a threshold of requests; with keys for operators only",),
 )
 
 ALLOWED_COUNTS = frozenset({"requests", "prompt_tokens", "generation_tokens", "steps", "num_preemptions"})
@@ -33,7 +33,7 @@ class CountRelease:
 
     Published counts do not change until `threshold` more requests have ended, so the difference of two readings never covers
     fewer. A party that sends `threshold - 1` of them can derive the figures of the last one: this protects against an observing
-    operator, not against one who floods the server.
+    operator, not against one who floods the server, so tenants are shown none of them.
 
     Args:
         names: counts that may be published; all others are withheld.

@@ -124,8 +124,8 @@ _DRAWN_FLIP = mitigate(
 STEERED = refuse("a replica is drawn by capacity alone, so that nobody can steer a request; affinity is denied")
 _BY_CAPACITY = mitigate("a replica is drawn by capacity: neither text, length nor load decides, and affinity is denied")
 _COUNTS = mitigate(
-    "counts on the allow-list only, updated once a threshold of further requests has ended; on a sealed node counts per "
-    "minute, with noise in each and none of few"
+    "counts on the allow-list only, updated once a threshold of further requests has ended, and with keys for operators only; "
+    "on a sealed node counts per minute, with noise in each and none of few"
 )
 _REQUEST_STATE = mitigate("state per request, or a datastore of public text")
 _DRAFTS_DIE = "drafts live no longer than their request"

@@ -13,6 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cloister.private.problems import DATE_TYPE, ProblemError
 from cloister.private.shaping import WRITE_TIMEOUT_S
+from cloister.server.connection import PIECE_BYTES
 from cloister.server.load_shedding import BodyBudget, BodyPace, ShedError, client_network, receive_piece
 from cloister.trust.sealing import Fields, find_field
 
@@ -154,10 +155,13 @@ class Outgoing:
         await self._pass({"type": "http.response.start", "status": status, "headers": list(fields)})
 
     async def write(self, data: bytes, *, last: bool = False) -> None:
-        """Sends a piece of the body."""
+        """Sends a piece of the body, in parts that each have the whole timeout to be read."""
         self.num_bytes += len(data)
         self.is_finished = last
-        await self._pass({"type": "http.response.body", "body": data, "more_body": not last})
+        for start in range(0, len(data) - PIECE_BYTES, PIECE_BYTES):
+            await self._pass({"type": "http.response.body", "body": data[start : start + PIECE_BYTES], "more_body": True})
+        rest = data[(max(len(data), 1) - 1) // PIECE_BYTES * PIECE_BYTES :]
+        await self._pass({"type": "http.response.body", "body": rest, "more_body": not last})
 
     async def refuse(self, problem: ProblemError) -> None:
         """Sends a complete refusal."""

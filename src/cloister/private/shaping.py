@@ -74,7 +74,7 @@ class _PlainReply:
     async def write(self, data: bytes, *, last: bool = False) -> None:
         data, self._head = self._head + data, b""
         if data or last:
-            async with asyncio.timeout(self._write_timeout_s):
+            async with asyncio.timeout(None if last else self._write_timeout_s):  # of a whole reply, each part has its own
                 await self._emit(data, last)
 
     async def close(self) -> None:

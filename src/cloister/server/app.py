@@ -31,7 +31,7 @@ from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
 from cloister.server.metrics import EngineGauges, Exposition, Metrics, RecordedMetrics, ReleasedCounts, make_tenant_figures
 from cloister.server.middleware.auth import AuthenticationMiddleware, LocalHostMiddleware
-from cloister.server.middleware.body import WRITE_TIMEOUT_S, BodyMiddleware, DisconnectMiddleware
+from cloister.server.middleware.body import BodyMiddleware, DisconnectMiddleware
 from cloister.server.middleware.cors import CorsMiddleware, parse_origins
 from cloister.server.middleware.failures import ErrorFormMiddleware, ErrorMiddleware, V1PrefixMiddleware
 from cloister.server.middleware.key_limits import KeyLimitMiddleware
@@ -107,7 +107,6 @@ def create_app(
     request_timeout_s: float = 600.0,
     body_timeout_s: float = BODY_TIMEOUT_S,
     prepare_timeout_s: float = PREPARE_TIMEOUT_S,
-    write_timeout_s: float = WRITE_TIMEOUT_S,
     num_threads: int | None = None,
     open_decoding: Callable[[], Decoding] | None = None,
 ) -> ASGIApp:
@@ -120,7 +119,6 @@ def create_app(
         request_timeout_s: deadline of a request in the engine.
         body_timeout_s: timeout for receiving a body.
         prepare_timeout_s: timeout for templating and tokenizing a prompt.
-        write_timeout_s: write timeout: how long a client may leave a reply unread.
         num_threads: threads of the kernels; text work gets as many, but at least 2 and at most 8.
         open_decoding: begins to decode an image file in another process; None executes a program for it.
     """
@@ -142,7 +140,7 @@ def create_app(
         num_threads=num_threads,
         open_decoding=open_decoding,
     )
-    return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s, write_timeout_s=write_timeout_s)
+    return surround(app, calls, gate, config, stored=stored, body_timeout_s=body_timeout_s)
 
 
 def make_exposition(engine: RequestClient, gate: Gate, names: Sequence[str]) -> Exposition:
@@ -210,13 +208,12 @@ def surround(
     *,
     stored: FileService | None = None,
     body_timeout_s: float = BODY_TIMEOUT_S,
-    write_timeout_s: float = WRITE_TIMEOUT_S,
 ) -> ASGIApp:
     """Wraps routes in the common middleware, and starts the batches in `stored`."""
     if stored is not None:
         inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
         stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
-    app = DisconnectMiddleware(app, write_timeout_s)
+    app = DisconnectMiddleware(app)
     # outside of the route's task, so that tokens do not pass through it
     app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")

@@ -117,9 +117,12 @@ class HttpCalls:
         if status is not None:
             call.status = status
             self._count_reply(route, status)
+        self._end_if_over(call)
+
+    def leave(self, call: HttpCall) -> None:
+        """Gives back a closed call's place among the concurrent requests of its key: its reply has left this process."""
         if call.charge is not None:
             call.charge.leave(refund=call.status == 429 or call.status >= 500)
-        self._end_if_over(call)
 
     def generate(
         self, engine: RequestClient, call: HttpCall, request: Request, *, in_batches: bool = False

@@ -3,14 +3,20 @@ accepts a few at a time."""
 
 from __future__ import annotations
 
+import array
 import asyncio
 import asyncio.sslproto
+import contextlib
+import fcntl
 import functools
+import math
 import socket
-from typing import Final
+import termios
+from typing import Any, Final
 
 import h11
 import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
@@ -27,6 +33,10 @@ LINGER_S: Final = 2.0
 """How long a refused client may continue to send: closing immediately could discard the reply before it was read."""
 TLS_BUFFER_BYTES: Final = 16 * 1024
 """asyncio's read buffer for each connection: one TLS record (RFC 8446, section 5.1). Its default is 256 KiB."""
+UNREAD_TIMEOUT_S: Final = 60.0
+"""How long a client may read nothing of a reply that waits for it."""
+PIECE_BYTES: Final = 64 * 1024
+"""Largest part of a reply that is handed over at once; the next follows when the kernel has taken it."""
 MAX_LINGERING: Final = 128
 """Maximum number of lingering refused connections; further ones are closed without a reply."""
 
@@ -34,7 +44,8 @@ asyncio.sslproto.SSLProtocol.max_size = TLS_BUFFER_BYTES
 
 
 class Connection(H11Protocol):
-    """Closes a connection without a complete request for `request_timeout_s`, however slowly bytes arrive.
+    """Closes a connection without a complete request for `request_timeout_s`, however slowly bytes arrive, and one whose client
+    reads nothing of a reply for `unread_timeout_s`, however fast the reply was handed over.
 
     Attributes:
         table: table of the server's connections; a connection that does not fit gets 503. None is no limit.
@@ -44,6 +55,7 @@ class Connection(H11Protocol):
 
     request_timeout_s = REQUEST_TIMEOUT_S
     handshake_timeout_s = HANDSHAKE_TIMEOUT_S
+    unread_timeout_s = UNREAD_TIMEOUT_S
     table: ConnectionTable | None = None
     handshakes: HandshakeQueue | None = None
     _num_lingering = 0
@@ -54,6 +66,13 @@ class Connection(H11Protocol):
     _early = b""
     _patience: asyncio.TimerHandle | None = None
     _is_refused = False
+    _unread: asyncio.TimerHandle | None = None
+    _num_unread_bytes = math.inf
+    _read_s = 0.0
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.app = in_pieces(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
@@ -91,9 +110,30 @@ class Connection(H11Protocol):
         if not self._is_working():
             self._start_waiting()
         self._note_progress()
+        self._watch_reading()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._num_unread_bytes = math.inf  # what was just written says nothing about reading
+        self._watch_reading()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._num_unread_bytes = math.inf  # all was read: what is written from now on begins anew
+        self._note_progress()
+
+    def timeout_keep_alive_handler(self) -> None:
+        """Closes a connection that is not used again; not while a reply is still being read, which TLS would cut off."""
+        if self._count_unread():
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        else:
+            super().timeout_keep_alive_handler()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        if self._unread is not None:
+            self._unread.cancel()
+            self._unread = None
         if self.handshakes is not None:
             self.handshakes.leave(self, self._network)
         if self.table is not None:
@@ -167,6 +207,8 @@ class Connection(H11Protocol):
 
     def _begin(self, transport: asyncio.Transport, has_room: bool) -> None:
         super().connection_made(transport)
+        for each in {transport, self._socket}:
+            each.set_write_buffer_limits(high=1, low=0)  # so that writing pauses while anything is unread; 0 never resumes TLS
         if has_room:
             self._start_waiting()
         else:
@@ -193,7 +235,8 @@ class Connection(H11Protocol):
         type(self)._num_lingering += 1
         self._stop_waiting()
         if self.transport.can_write_eof():  # TLS has no half-closed connections
-            self.transport.write_eof()
+            with contextlib.suppress(OSError):  # the client has reset it meanwhile
+                self.transport.write_eof()
         self._patience = self.loop.call_later(LINGER_S, self.transport.close)
 
     def _note_progress(self) -> None:
@@ -217,8 +260,74 @@ class Connection(H11Protocol):
             self._patience = None
 
     def _give_up(self) -> None:
-        if not self._is_working():
+        if self._is_working():
+            return
+        if self._count_unread():
+            self._start_waiting()  # for the reply to be read first
+        else:
             self.transport.close()
+
+    def _count_unread(self) -> int:
+        """Returns the bytes of replies that the kernel has not taken yet, because the client does not read."""
+        num_bytes = self._socket.get_write_buffer_size()
+        return num_bytes if self.transport is self._socket else num_bytes + self.transport.get_write_buffer_size()
+
+    def _watch_reading(self) -> None:
+        if self._unread is None and self._count_unread():
+            self._read_s = self.loop.time()
+            self._num_unread_bytes = math.inf
+            self._look_at_reading()
+
+    def _look_at_reading(self) -> None:
+        """Looks whether the client reads; `close` would wait for it for ever."""
+        self._unread = None
+        num_bytes, now_s = self._count_unread(), self.loop.time()
+        if not num_bytes:
+            return
+        num_bytes += _count_queued(self._socket)
+        if num_bytes < self._num_unread_bytes:
+            self._num_unread_bytes, self._read_s = num_bytes, now_s
+            self._note_progress()
+        elif self.table is not None and now_s >= self._read_s + self.unread_timeout_s / 4:
+            self.table.wait(self)
+        if now_s >= self._read_s + self.unread_timeout_s:
+            self._socket.abort()
+            return
+        wait_s = min(self.unread_timeout_s / 20, self._read_s + self.unread_timeout_s - now_s)
+        self._unread = self.loop.call_later(wait_s, self._look_at_reading)
+
+
+def _count_queued(transport: asyncio.Transport) -> int:
+    """Returns the bytes in the kernel that the peer has not acknowledged (SIOCOUTQ, tcp(7)).
+
+    asyncio's own buffer alone shows no progress until a third of the kernel's is free, which takes minutes on a slow link.
+    """
+    count = array.array("i", [0])
+    with contextlib.suppress(OSError):  # not on every system
+        fcntl.ioctl(transport.get_extra_info("socket").fileno(), termios.TIOCOUTQ, count)
+    return count[0]
+
+
+def in_pieces(app: ASGIApp) -> ASGIApp:
+    """Returns an application whose replies leave in pieces, and whose last `send` returns when the kernel has taken the reply.
+
+    So whatever an application holds for a request, such as a key's place among its concurrent requests, it holds until then.
+    """
+
+    async def run(scope: Scope, receive: Receive, send: Send) -> None:
+        async def send_in_pieces(message: Message) -> None:
+            if message["type"] != "http.response.body":
+                await send(message)
+                return
+            body, is_last = message.get("body", b""), not message.get("more_body", False)
+            for start in range(0, len(body), PIECE_BYTES):
+                await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
+            if is_last:  # by itself, because uvicorn waits for the kernel before it writes, not after
+                await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+        await app(scope, receive, send_in_pieces)
+
+    return run
 
 
 # A listener that accepts a few connections per iteration of the event loop.

@@ -6,12 +6,22 @@ import inspect
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, TypeVar
 
+from starlette.convertors import IntegerConvertor, register_url_convertor
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Match, Route
 from starlette.types import Scope
 
 Answer = TypeVar("Answer", bound=Callable[..., Awaitable[Response]])
+
+
+class _ShortInteger(IntegerConvertor):
+    """Starlette's `int` for numbers of a sensible length: Python refuses to read more than 4,300 digits, which answered 500."""
+
+    regex = "[0-9]{1,18}"
+
+
+register_url_convertor("int", _ShortInteger())
 
 
 class RouteTable:

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from cloister.scheduler.admission import find_wrong_beams
 from cloister.server.errors import invalid
 from cloister.server.schemas import GenerationBody
 from cloister.text import Tokenizer
@@ -112,7 +113,7 @@ def sampling_params(
     beams = _read_beams(body)
     if beams is not None:
         defaults = {"temperature": 0.0}  # the model's defaults concern sampling
-    return SamplingParams(
+    sampling = SamplingParams(
         n=body.n or 1,
         temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
         top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
@@ -133,6 +134,9 @@ def sampling_params(
         grammar=read_grammar(body),
         beams=beams,
     )
+    if (refusal := find_wrong_beams(sampling)) is not None:  # the engine would refuse it as a request that does not fit
+        raise invalid(f"{refusal[0].upper()}{refusal[1:]}.", "use_beam_search")
+    return sampling
 
 
 def _read_beams(body: GenerationBody) -> BeamSearch | None:

@@ -320,9 +320,13 @@ class Metrics:
         """Yields every family."""
         yield _gauge("num_requests_running", "Requests that have KV blocks.", len(self._lives.running))
         yield _gauge("num_requests_waiting", "Requests that wait for their first slot, or again.", len(self._lives.waiting))
-        used = self._blocks["used"] / sum(self._blocks.values()) if self._blocks else 0.0
+        blocks = self._find_blocks()
+        used = blocks["used"] / sum(blocks.values()) if blocks else 0.0
         yield _gauge("kv_cache_usage_perc", "Used part of the KV blocks, 1 is full.", used)
-        yield self._kv_blocks()
+        family = GaugeMetricFamily("cloister_kv_blocks", "KV blocks, by what they hold.", labels=("state",))
+        for state, count in blocks.items():
+            family.add_metric((state,), count)
+        yield family
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(f"cloister_{name}", text, value=self._sums[name])
         yield _counters("request_success", "Sequences that ended, by reason.", ("finished_reason",), self._ended)
@@ -364,11 +368,13 @@ class Metrics:
         used, cached = event.num_used_blocks, event.num_cached_blocks
         self._blocks = {"used": used, "cached": cached, "free": event.num_total_blocks - used - cached}
 
-    def _kv_blocks(self) -> Metric:
-        family = GaugeMetricFamily("cloister_kv_blocks", "KV blocks, by what they hold.", labels=("state",))
-        for state, count in self._blocks.items():
-            family.add_metric((state,), count)
-        return family
+    def _find_blocks(self) -> dict[str, int]:
+        """Returns the blocks after the last step, by state. With no open request none is used, whatever that step saw: blocks
+        that were freed after it, as where a request moved on to another engine, count as cached if that engine caches."""
+        if not self._blocks or self._lives.running or self._lives.waiting:
+            return self._blocks
+        used, cached, free = self._blocks["used"], self._blocks["cached"], self._blocks["free"]
+        return {"used": 0, "cached": cached + used, "free": free} if cached else {"used": 0, "cached": 0, "free": free + used}
 
 
 def _nothing() -> None:

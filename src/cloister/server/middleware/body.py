@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection
-from typing import Final
+from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -171,19 +170,15 @@ def _header(scope: Scope, wanted: bytes) -> str:
     return next((value.decode("latin-1").strip().lower() for name, value in scope["headers"] if name == wanted), "")
 
 
-WRITE_TIMEOUT_S: Final = 60.0
-"""Write timeout: a client that leaves a reply unread for longer counts as disconnected."""
-
-
 class DisconnectMiddleware:
     """Runs a route while watching the connection. Expects the whole body in the first message (see `BodyMiddleware`).
 
-    On a disconnect it cancels the route's task, which closes the engine's iterator: the blocks become free at the next step.
+    `connection.Connection` disconnects a client that leaves a reply unread. On a disconnect this cancels the task of the route,
+    which closes the engine's iterator: the blocks become free at the next step.
     """
 
-    def __init__(self, app: ASGIApp, write_timeout_s: float = WRITE_TIMEOUT_S) -> None:
+    def __init__(self, app: ASGIApp) -> None:
         self._app = app
-        self._write_timeout_s = write_timeout_s
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -191,7 +186,7 @@ class DisconnectMiddleware:
             return
         body: Message | None = await receive()
         gone = asyncio.create_task(_wait_until_gone(receive))
-        stuck = asyncio.Event()
+        is_broken = False
 
         async def receive_body() -> Message:
             nonlocal body
@@ -201,31 +196,22 @@ class DisconnectMiddleware:
             message, body = body, None
             return message
 
-        def give_up() -> None:
-            stuck.set()
-            work.cancel()
-
-        patience, now_s = Patience(self._write_timeout_s, give_up), asyncio.get_running_loop().time
-
-        async def send_in_time(message: Message) -> None:
-            patience.since_s = now_s()
+        async def send_unless_broken(message: Message) -> None:
+            nonlocal is_broken
             try:
                 await send(message)
             except OSError:
-                stuck.set()
+                is_broken = True
                 raise asyncio.CancelledError from None
-            finally:
-                patience.since_s = None
 
-        work = asyncio.ensure_future(self._app(scope, receive_body, send_in_time))
+        work = asyncio.ensure_future(self._app(scope, receive_body, send_unless_broken))
         try:
             await asyncio.wait([work, gone], return_when=asyncio.FIRST_COMPLETED)
         finally:
-            patience.close()
             finished = work.done()
             await _end(gone)
             await _end(work)
-        if finished and not stuck.is_set():
+        if finished and not is_broken:
             work.result()  # propagates its error
 
 
@@ -240,34 +226,3 @@ async def _end(task: asyncio.Future[None]) -> None:
     await asyncio.wait([task])
     if not task.cancelled():
         task.exception()  # retrieved, so that asyncio does not log it
-
-
-class Patience:
-    """A timeout for each of many consecutive waits.
-
-    Args:
-        limit_s: timeout of one wait.
-        give_up: called once after a timeout.
-
-    Attributes:
-        since_s: start of the current wait, on the loop's clock; None between waits. Set by the waiter, for every token.
-    """
-
-    def __init__(self, limit_s: float, give_up: Callable[[], None]) -> None:
-        self._limit_s = limit_s
-        self._give_up = give_up
-        self._loop = asyncio.get_running_loop()
-        self.since_s: float | None = None
-        self._timer = self._loop.call_later(limit_s, self._look)
-
-    def close(self) -> None:
-        """Stops the timer."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        now_s = self._loop.time()
-        due_s = (now_s if self.since_s is None else self.since_s) + self._limit_s
-        if due_s <= now_s:
-            self._give_up()
-        else:
-            self._timer = self._loop.call_at(due_s, self._look)

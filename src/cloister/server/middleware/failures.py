@@ -78,10 +78,12 @@ class ErrorMiddleware:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 message["headers"] = [*_with_defaults(message.get("headers", ()), self._defaults), *_headers_of(call)]
-            elif not message.get("more_body", False):
-                # Before its end is sent: a client with a whole reply finds it in the metrics.
+            is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
+            if is_last:  # before its end is sent: a client with a whole reply finds it in the metrics
                 self._calls.close(call, self._route(scope), status)
             await send(message)
+            if is_last:  # after a client that does not read has made it wait: a key cannot have any number of unread replies
+                self._calls.leave(call)
 
         try:
             await self._app(scope, receive, send_with_headers)
@@ -91,6 +93,7 @@ class ErrorMiddleware:
                 await send_error(send_with_headers, reply)
         finally:
             self._calls.close(call, self._route(scope), status)
+            self._calls.leave(call)
 
     def _route(self, scope: Scope) -> str:
         """The template of the route, so that client-chosen paths never become labels."""

@@ -175,9 +175,9 @@ function cores(value) {
   return value === null ? "–" : value.toFixed(value < 10 ? 2 : 1);
 }
 
-/** Chooses what is labelled with a process. */
+/** Chooses what is labelled with a process: the front, or all engines, which are numbered where there are several. */
 function of(name) {
-  return ({ process }) => process === name;
+  return ({ process }) => process.replace(/ \d+$/, "") === name;
 }
 
 function perMinute(moment, name, isWanted) {

@@ -35,11 +35,17 @@ export function valueOf(samples, name, isWanted = () => true) {
   return list?.length ? list.reduce((sum, { value }) => sum + value, 0) : null;
 }
 
-/** Returns by how much a counter rose from one reading to another; a server that was started again counts from nothing. */
-export function riseOf(before, after, name, isWanted) {
-  const now = valueOf(after, name, isWanted);
-  const then = valueOf(before, name, isWanted) ?? 0;
-  return now === null ? null : now >= then ? now - then : now;
+/**
+ * Returns by how much a counter rose from one reading to another, over all its labels that are wanted. What was started again
+ * counts from nothing; one of several engines is, so each series counts for itself.
+ */
+export function riseOf(before, after, name, isWanted = () => true) {
+  const list = after.get(name)?.filter(({ labels }) => isWanted(labels));
+  if (!list?.length) return null;
+  const key = ({ labels }) => JSON.stringify(labels);
+  const then = new Map(before.get(name)?.map((sample) => [key(sample), sample.value]));
+  const rises = list.map((sample) => [sample.value, then.get(key(sample)) ?? 0]).map(([now, old]) => (now >= old ? now - old : now));
+  return rises.reduce((sum, rise) => sum + rise, 0);
 }
 
 /** Returns the histogram of what was observed between two readings: upper bounds and counts, or null when nothing was. */
