@@ -10,8 +10,9 @@ import pytest
 
 from cloister.engine import EngineClient
 from cloister.engine.cache_reports import CacheReport
-from cloister.engine.client import GRACE_S, NO_ANSWER
+from cloister.engine.client import NO_ANSWER
 from cloister.engine.in_flight import EngineStats
+from cloister.engine.request_client import GRACE_S
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, InvalidRequestError, QueueFullError

@@ -17,8 +17,9 @@ from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.routers import Router, RouterContext
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.cache_reports import CacheReport
-from cloister.engine.client import HOLD_KV_S, RequestClient
+from cloister.engine.client import HOLD_KV_S
 from cloister.engine.fork_server import ForkServer
+from cloister.engine.request_client import RequestClient
 from cloister.engine.supervision import IdleTimer, Restarts
 from cloister.kv import PrefixKeys
 from cloister.types.events import Arrived, Ended, Event

@@ -225,7 +225,7 @@ def test_an_engine_that_is_down_is_told_at_once(model_path):
 
 
 def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
-    monkeypatch.setattr("cloister.engine.client.GRACE_S", 0.1)
+    monkeypatch.setattr("cloister.engine.request_client.GRACE_S", 0.1)
     monkeypatch.setattr("cloister.engine.client.STOP_GRACE_S", 0.1)
     transport = FakeTransport(INFO)
 

@@ -12,8 +12,8 @@ from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.request_moves import RequestMoves
 from cloister.cluster.request_routing import RequestRouting
 from cloister.cluster.standby import can_take_over
-from cloister.engine.client import DRAIN_REPLICA_S
 from cloister.engine.replica_snapshot import NOT_WELL, RequestSnapshot, Role
+from cloister.engine.request_client import DRAIN_REPLICA_S
 from cloister.types.errors import InvalidRequestError
 
 DRAIN_EVERY_S: Final = 0.05

@@ -16,8 +16,8 @@ from cloister.cluster.replica_states import ReplicaStates, ScalingConfig
 from cloister.cluster.request_moves import RequestMoves
 from cloister.cluster.routers.base import draw_by_capacity
 from cloister.cluster.scaling import GONE, ReplicaAddition, ReplicaRemoval, ScalingController, choose_first
-from cloister.engine.client import DRAIN_REPLICA_S
 from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.request_client import DRAIN_REPLICA_S
 from cloister.types.errors import InvalidRequestError
 
 START_TIMEOUT_S: Final = 600.0

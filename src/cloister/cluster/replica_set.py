@@ -27,9 +27,10 @@ from cloister.cluster.request_routing import MakeRouter, RequestRouting
 from cloister.cluster.roles import RoutingDecision
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport, add_up
-from cloister.engine.client import DRAIN_REPLICA_S, DRAINING, EngineClient, Health, RequestClient
+from cloister.engine.client import DRAINING, EngineClient
 from cloister.engine.in_flight import EventListener, InFlightRequest, RequestObserver, Sink
 from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, Role, UpdateProgress
+from cloister.engine.request_client import DRAIN_REPLICA_S, Health, RequestClient
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import CloisterError, EngineError, MemoryBudgetError

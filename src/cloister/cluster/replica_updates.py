@@ -14,8 +14,9 @@ from cloister.cluster.replica_drains import ReplicaDrains
 from cloister.cluster.replica_scaling import ReplicaScaling
 from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import EngineRelease, RollingUpdate
-from cloister.engine.client import DRAIN_REPLICA_S, EngineClient
+from cloister.engine.client import EngineClient
 from cloister.engine.replica_snapshot import UpdateProgress
+from cloister.engine.request_client import DRAIN_REPLICA_S
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import ModelInfo, Request
 

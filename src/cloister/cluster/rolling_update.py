@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Final, Protocol
 
 from cloister.cluster.replay import Answer, compute_answer
-from cloister.engine.client import DRAIN_REPLICA_S, GRACE_S, EngineClient
+from cloister.engine.client import EngineClient
 from cloister.engine.replica_snapshot import UpdateProgress
+from cloister.engine.request_client import DRAIN_REPLICA_S, GRACE_S
 from cloister.types.errors import CloisterError, EngineError
 from cloister.types.logs import describe
 from cloister.types.request import ModelInfo, Request, SamplingParams

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from cloister.engine.adapters import AdapterRegister as AdapterRegister
     from cloister.engine.client import EngineClient as EngineClient
-    from cloister.engine.client import Health as Health
-    from cloister.engine.client import RequestClient as RequestClient
     from cloister.engine.core import EngineCore as EngineCore
     from cloister.engine.output_processor import OutputProcessor as OutputProcessor
+    from cloister.engine.request_client import Health as Health
+    from cloister.engine.request_client import RequestClient as RequestClient
     from cloister.engine.supervision import Supervision as Supervision
     from cloister.engine.transports import ProcessTransport as ProcessTransport
     from cloister.engine.transports import SealedWorkerTransport as SealedWorkerTransport
@@ -19,9 +19,10 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "adapters": ("AdapterRegister",),
-    "client": ("EngineClient", "Health", "RequestClient"),
+    "client": ("EngineClient",),
     "core": ("EngineCore",),
     "output_processor": ("OutputProcessor",),
+    "request_client": ("Health", "RequestClient"),
     "supervision": ("Supervision",),
     "transports": ("ProcessTransport", "ThreadTransport", "SealedWorkerTransport"),
 }

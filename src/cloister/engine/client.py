@@ -7,14 +7,11 @@ import asyncio
 import contextlib
 import logging
 import secrets
-from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from typing import Final
-from weakref import WeakKeyDictionary
 
-from cloister.engine.adapters import AdapterCalls, AdapterManager
+from cloister.engine.adapters import AdapterCalls
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.calls import EngineCalls
 from cloister.engine.in_flight import (
@@ -27,19 +24,18 @@ from cloister.engine.in_flight import (
     Sink,
 )
 from cloister.engine.replica_snapshot import (
-    LengthErrors,
     ReplicaSnapshot,
     ReplicaState,
     RequestSnapshot,
-    UpdateProgress,
 )
+from cloister.engine.request_client import Health, RequestClient
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
 from cloister.engine.transports import StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError, EngineError, InvalidRequestError
+from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import (
     ABORTED,
     Abort,
@@ -60,7 +56,7 @@ from cloister.types.events import (
     Submit,
 )
 from cloister.types.logs import describe
-from cloister.types.request import FinishReason, ModelInfo, Request, SequenceOutput
+from cloister.types.request import FinishReason, ModelInfo, Request
 from cloister.types.scope import Scope
 
 NOT_STARTED: Final = "the engine has not been started"
@@ -72,295 +68,12 @@ BATCH: Final = 32
 """Outputs that a reader of whole answers gets at once. It keeps the event loop for half a millisecond with them."""
 STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
-GRACE_S: Final = 10.0
-"""Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
-ONE_ENGINE: Final = "this server has one engine; start it with --replicas 2 or more"
-DRAIN_REPLICA_S: Final = 60.0
-"""Longest time in which a replica is drained: others may have no room."""
 HOLD_KV_S: Final = 15.0
 """For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
-WAKEUPS_A_TURN: Final = 4
-"""Streams that get a token in one turn of the event loop; the next turn looks for new requests and messages first."""
 
 _REST_POLL_S: Final = 0.02
 
 _logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class Health:
-    """The health of an engine: whether it makes progress.
-
-    Attributes:
-        good: steps advance, or no request waits.
-        detail: one line for an operator, free of content.
-        is_idle: no engine runs, and the next request starts one.
-        is_starting: a request has come to an idle engine, and the next one starts.
-    """
-
-    good: bool
-    detail: str
-    is_idle: bool = False
-    is_starting: bool = False
-
-
-class _Wakeups:
-    """Wakes the readers of outputs on an event loop: those of a first output at once, the others a few in each turn.
-
-    A step has tokens for every stream, and the text of each takes its task some 50 us to write. Woken together they would hold
-    the loop for milliseconds, in which no new request is read and no first token of another engine is passed on.
-    """
-
-    __slots__ = ("_is_due", "_waiters")
-
-    def __init__(self) -> None:  # it may not refer to its loop, whose end ends it (`_wakeups`)
-        self._waiters: deque[asyncio.Future[None]] = deque()
-        self._is_due = False
-
-    def add(self, waiter: asyncio.Future[None], *, is_first: bool) -> None:
-        """Wakes a task, after those that were added before unless it `is_first`."""
-        if is_first:
-            waiter.set_result(None)
-            return
-        self._waiters.append(waiter)
-        if not self._is_due:
-            self._is_due = True
-            waiter.get_loop().call_soon(self._wake)
-
-    def _wake(self) -> None:
-        for _ in range(min(WAKEUPS_A_TURN, len(self._waiters))):
-            waiter = self._waiters.popleft()
-            if not waiter.done():  # its task was cancelled meanwhile
-                waiter.set_result(None)
-        self._is_due = bool(self._waiters)
-        if self._is_due:
-            self._waiters[0].get_loop().call_soon(self._wake)
-
-
-class _Mailbox:
-    """Queue of outputs from event loop callbacks to the one task that reads them; cheaper than asyncio.Queue.
-
-    Outputs of a sequence that its task has not read yet become one, so that a front that is slower than its engines writes
-    fewer and longer pieces, and does not fall behind.
-
-    Args:
-        batch: outputs for which the task is woken; the end of a sequence wakes it too.
-    """
-
-    __slots__ = ("_batch", "_items", "_loop", "_num_kept", "_waiter", "_wakeups")
-
-    def __init__(self, wakeups: _Wakeups, batch: int = 1) -> None:
-        self._batch = batch
-        self._items: deque[SequenceOutput] = deque()
-        self._waiter: asyncio.Future[None] | None = None
-        self._wakeups = wakeups
-        self._loop = asyncio.get_running_loop()
-        self._num_kept = 0
-
-    def put(self, output: SequenceOutput) -> None:
-        # not with the first output, which is to come soon
-        if self._batch == 1 and self._items and self._num_kept > 1 and (joined := self._items[-1].join(output)) is not None:
-            self._items[-1] = joined
-            return  # its task has been woken, and has not come to read yet
-        self._items.append(output)
-        self._num_kept += 1
-        if len(self._items) < self._batch and output.finish_reason is None:
-            return
-        waiter, self._waiter = self._waiter, None
-        if waiter is not None and not waiter.done():
-            self._wakeups.add(waiter, is_first=self._num_kept == 1)
-
-    async def get(self) -> SequenceOutput:
-        while not self._items:
-            self._waiter = self._loop.create_future()
-            await self._waiter
-        return self._items.popleft()
-
-
-_wakeups: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wakeups] = WeakKeyDictionary()
-
-
-def _wakeups_of(loop: asyncio.AbstractEventLoop) -> _Wakeups:
-    """Returns those of a loop: all clients of its engines share them."""
-    return _wakeups.get(loop) or _wakeups.setdefault(loop, _Wakeups())
-
-
-class RequestClient(ABC):
-    """What a server uses of an engine, or of several that serve one model (`cluster.ReplicaSet`). For one event loop.
-
-    Attributes:
-        model: the model that it serves.
-        memory: itemised budget, (what, bytes).
-        startup: startup times, (phase, seconds).
-        adapters: loaded adapters, and calls to load and unload them.
-    """
-
-    model: ModelInfo
-    memory: list[tuple[str, int]]
-    startup: list[tuple[str, float]]
-    adapters: AdapterManager
-
-    @abstractmethod
-    async def start(self) -> None:
-        """Starts the engine, or connects to it, and waits until its model is loaded. Binds this client to the current event
-        loop.
-
-        Raises:
-            CloisterError: the engine cannot start; the message says why.
-        """
-
-    @abstractmethod
-    async def drain(self, timeout_s: float) -> None:
-        """Refuses new requests, waits until the running ones have ended or `timeout_s` has passed, then stops the engine."""
-
-    @property
-    @abstractmethod
-    def processes(self) -> list[tuple[str, int]]:
-        """Name and process id of each engine that runs in its own process."""
-
-    @abstractmethod
-    def snapshots(self) -> list[ReplicaSnapshot]:
-        """Returns the load of each replica."""
-
-    def action_counts(self) -> Mapping[str, int]:
-        """Returns how often replicas were drained, changed their roles or got new engines, and requests were moved by load."""
-        return {}
-
-    def length_errors(self) -> LengthErrors | None:
-        """Returns how wrong predicted lengths of answers were; None if nothing predicts any."""
-        return None
-
-    @abstractmethod
-    async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
-        """Returns what is cached of a scope, within `timeout_s`; an engine that does not answer by then is named.
-
-        Args:
-            drop: drop it after it was counted. An engine that does not answer drops it as soon as it reads its messages.
-        """
-
-    @abstractmethod
-    def subscribe(self, listener: EventListener) -> None:
-        """Registers `listener`, which is called on the event loop with every event of this client's requests and of
-        every step."""
-
-    @abstractmethod
-    def health(self) -> Health:
-        """Good while requests are accepted, and steps advance or no request waits."""
-
-    @abstractmethod
-    def fault(self) -> str | None:
-        """Returns why the engine will not be started again; None while one runs or will be started."""
-
-    @abstractmethod
-    def submit(self, request: Request, sink: Sink, observer: RequestObserver | None = None) -> None:
-        """Submits a request to the engine; `sink` is called with its outputs, `observer` with its events. Raises as
-        `generate`."""
-
-    @abstractmethod
-    def abort(self, request_id: str) -> None:
-        """Aborts a request that has no waiter any more, if it has not ended."""
-
-    @abstractmethod
-    def expire(self, request_id: str) -> None:
-        """Ends a request whose deadline the engine failed to enforce."""
-
-    async def generate(
-        self, request: Request, observer: RequestObserver | None = None, *, in_batches: bool = False
-    ) -> AsyncGenerator[SequenceOutput, None]:
-        """Submits a request at the first `anext` and yields new outputs of its sequences until the last one has ended. Outputs
-        of one sequence that were not read in time are yielded as one (`SequenceOutput.join`).
-
-        Closing the iterator early aborts the request; its blocks become free at the next step. Every sequence's last output
-        carries a finish reason, errors included: the iterator itself raises only before the first output.
-
-        Args:
-            observer: called with the events of the request.
-            in_batches: for a reader that shows nobody a part of an answer: it is woken when a sequence has ended or there are
-                `BATCH` outputs, not for each token.
-
-        Raises:
-            QueueFullError: the queue is full (`max_waiting`).
-            InvalidRequestError: its id is in use, or its `n` is zero or too large.
-            EngineError: the engine is not running (restarting or draining).
-        """
-        mailbox = _Mailbox(_wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1)
-        self.submit(request, mailbox.put, observer)
-        num_open = request.sampling.n
-        with self._watch_deadline(request):  # wakes every waiter
-            while num_open:
-                output = await mailbox.get()
-                num_open -= output.finish_reason is not None
-                yield output
-
-    async def follow(self, request: Request, sink: Sink) -> None:
-        """Submits a request, calls `sink` with every output, and returns after the last one.
-
-        Like `generate`, but wakes no task for each token. An exception in `sink` ends the request and propagates.
-        """
-        done = asyncio.get_running_loop().create_future()
-        num_open = request.sampling.n
-
-        def take(output: SequenceOutput) -> None:
-            nonlocal num_open
-            if done.done():
-                return
-            try:
-                sink(output)
-            except Exception as error:
-                done.set_exception(error)
-                return
-            num_open -= output.finish_reason is not None
-            if not num_open:
-                done.set_result(None)
-
-        self.submit(request, take)
-        with self._watch_deadline(request):
-            await done
-
-    async def drain_replica(self, index: int, timeout_s: float = DRAIN_REPLICA_S) -> int:
-        """Gives a replica no new requests until `return_replica`, and moves those that it has to others.
-
-        Returns how many are left: those for which no other replica had room within `timeout_s`; they go on there.
-
-        Raises:
-            InvalidRequestError: there is no such replica, or no other one would be left.
-        """
-        raise InvalidRequestError(ONE_ENGINE, param="replica")
-
-    def check_drain(self, index: int) -> None:
-        """Raises InvalidRequestError if an operator may not drain a replica: no other one would be well."""
-        raise InvalidRequestError(ONE_ENGINE, param="replica")
-
-    def return_replica(self, index: int) -> None:
-        """Gives a replica requests again. Raises InvalidRequestError if there is no such replica."""
-        raise InvalidRequestError(ONE_ENGINE, param="replica")
-
-    def update_replicas(self, model: str | None = None) -> None:
-        """Begins to replace the engine of one replica after another, while all requests go on (`cluster.rolling_update`).
-
-        Args:
-            model: other weights for the same front, as the setting `model` names them; None: those that are served.
-
-        Raises:
-            InvalidRequestError: there is one engine only, or an update is under way.
-        """
-        raise InvalidRequestError(ONE_ENGINE, param="replica")
-
-    @property
-    def update_progress(self) -> UpdateProgress | None:
-        """How far the last update is; None if there was none."""
-        return None
-
-    @contextlib.contextmanager
-    def _watch_deadline(self, request: Request) -> Iterator[None]:
-        """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
-        patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.expire, request.request_id)
-        try:
-            yield
-        finally:
-            timer.cancel()
-            self.abort(request.request_id)
 
 
 class EngineClient(RequestClient):

@@ -24,7 +24,8 @@ from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_event
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperationKind, OperatorAction, Scenario
 from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, answer_all, make_request, operate
-from cloister.engine.client import EngineClient, RequestClient
+from cloister.engine.client import EngineClient
+from cloister.engine.request_client import RequestClient
 from cloister.launch.engine import build_engine
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import Settings, resolve_settings

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from starlette.routing import Match
 from starlette.types import ASGIApp
 
-from cloister.engine.client import RequestClient
+from cloister.engine.request_client import RequestClient
 from cloister.policy import CountRelease, Gate, is_loopback
 from cloister.server.calls import CallListener, HttpCalls
 from cloister.server.conversation import ChatFormat

@@ -16,8 +16,8 @@ from typing import Final
 import msgspec
 from starlette.types import Scope
 
-from cloister.engine.client import RequestClient
 from cloister.engine.in_flight import EngineStats
+from cloister.engine.request_client import RequestClient
 from cloister.policy.quotas import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
 from cloister.types.errors import InvalidRequestError

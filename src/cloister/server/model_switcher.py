@@ -16,7 +16,7 @@ from typing import Final, Protocol
 import msgspec
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.engine.client import RequestClient
+from cloister.engine.request_client import RequestClient
 from cloister.server.answers import Model, ModelList
 from cloister.server.errors import OverloadedError
 from cloister.server.metrics import Exposition

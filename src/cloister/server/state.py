@@ -12,7 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from cloister.engine.client import RequestClient
+from cloister.engine.request_client import RequestClient
 from cloister.policy.gate import Admission
 from cloister.server.calls import HttpCall, HttpCalls, call_of
 from cloister.server.errors import OverloadedError

@@ -9,8 +9,8 @@ from typing import Final, NamedTuple, Protocol
 
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
-from cloister.engine.client import GRACE_S, RequestClient
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
+from cloister.engine.request_client import GRACE_S, RequestClient
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 

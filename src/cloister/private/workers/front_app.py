@@ -11,7 +11,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from cloister.engine.client import Health
+from cloister.engine.request_client import Health
 from cloister.private.gateway import NODE_PATH
 from cloister.private.http_io import BODY_TIMEOUT_S, MAX_REQUEST_BYTES
 from cloister.private.nodes import EVIDENCE_PATH, KEYS_PATH

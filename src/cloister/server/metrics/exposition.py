@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 
 import cloister
-from cloister.engine.client import RequestClient
 from cloister.engine.machine import cpu_seconds, process_age_s, resident_bytes
+from cloister.engine.request_client import RequestClient
 from cloister.policy.counts import ALLOWED_COUNTS, CountRelease
 from cloister.types.events import Ended, Event, Preempted, Stepped
 
