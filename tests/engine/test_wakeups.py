@@ -7,8 +7,7 @@ import asyncio
 import msgspec
 
 from cloister.engine import EngineClient
-from cloister.engine.client import BATCH
-from cloister.engine.mailbox import WAKEUPS_A_TURN
+from cloister.engine.mailbox import BATCH, WAKEUPS_A_TURN
 from cloister.types.events import Outputs
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 from tests.engine.fake_transport import FakeTransport, opened_client

@@ -64,8 +64,6 @@ DRAINING: Final = "the server is shutting down; send the request again to anothe
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
-BATCH: Final = 32
-"""Outputs that a reader of whole answers gets at once. It keeps the event loop for half a millisecond with them."""
 STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 HOLD_KV_S: Final = 15.0

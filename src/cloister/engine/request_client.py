@@ -139,7 +139,7 @@ class RequestClient(ABC):
             InvalidRequestError: its id is in use, or its `n` is zero or too large.
             EngineError: the engine is not running (restarting or draining).
         """
-        mailbox = _Mailbox(_wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1)
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1)
         self.submit(request, mailbox.put, observer)
         num_open = request.sampling.n
         with self._watch_deadline(request):  # wakes every waiter
