@@ -12,6 +12,7 @@ from typing import Final
 from cloister.engine.adapters import AdapterManager
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.in_flight import EventListener, RequestObserver, Sink
+from cloister.engine.mailbox import BATCH, Mailbox, wakeups_of
 from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, UpdateProgress
 from cloister.types.errors import InvalidRequestError
 from cloister.types.request import ModelInfo, Request, SequenceOutput
