@@ -519,12 +519,14 @@ def test_connections_that_prove_nothing_take_nobodys_place_for_long(clock: Clock
     leader, member = Machine(clock), Machine(clock)
 
     async def run() -> None:
-        async with running_member(member):
+        async with running_member(member, times=replace(TIMES, handshake_s=600)):
             idle = [await asyncio.open_connection("127.0.0.1", member.port) for _ in range(MAX_UNPROVED + 20)]
             for _, writer in idle[::2]:
                 writer.write(b"j")
             async with running_leader(leader, [member.port]):
                 await until(lambda: leader.pairs)
+                await until(lambda: all(reader.at_eof() for reader, _ in idle[:20]))
+                assert not any(reader.at_eof() for reader, _ in idle[-10:]), "the oldest go first"
                 for _, writer in idle:
                     writer.close()
 

@@ -131,7 +131,9 @@ class Machine:
 
 
 @contextlib.asynccontextmanager
-async def running_member(machine: Machine, verifier: PeerVerifier | None = None, port: int = 0) -> AsyncIterator[UnitPort]:
+async def running_member(
+    machine: Machine, verifier: PeerVerifier | None = None, port: int = 0, times: UnitTimes = TIMES
+) -> AsyncIterator[UnitPort]:
     """Runs a member until the block ends."""
     await machine.announcer.rehearse()
     unit_port = UnitPort(
@@ -142,7 +144,7 @@ async def running_member(machine: Machine, verifier: PeerVerifier | None = None,
         on_leader=machine.paired,
         on_leader_lost=machine.unpaired,
         now=machine.clock,
-        times=TIMES,
+        times=times,
     )
     machine.announcer.join(unit_port)
     await machine.announcer.renew()

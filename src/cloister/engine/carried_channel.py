@@ -21,7 +21,7 @@ from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_sealed_link import PUBLIC_BYTES, LinkRecords
 from cloister.engine.kv_unit import SECRET_BYTES
 from cloister.engine.locked_keys import lock_keys
-from cloister.types.errors import EngineError
+from cloister.types.errors import ConfigError, EngineError
 from cloister.types.events import EngineMessage, FrontMessage
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
@@ -48,7 +48,11 @@ class SealedMessageStream(MessageStream):
             EngineError: it is not reached in time.
             ConfigError: no memory may be locked.
         """
-        records = LinkRecords(lock_keys("unit_members"), is_source=False)
+        try:
+            records = LinkRecords(lock_keys("unit_members"), is_source=False)
+        except ConfigError:
+            sock.close()
+            raise
         reader, writer = await asyncio.open_unix_connection(sock=sock, limit=READ_LIMIT_BYTES)
         try:
             writer.write(records.public)

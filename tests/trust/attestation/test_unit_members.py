@@ -126,8 +126,9 @@ def test_members_that_the_statement_does_not_list_and_listed_ones_that_are_missi
 
 
 def test_a_member_that_brings_members_and_gaps_in_their_numbers_are_refused():
-    nested = with_members(attest(state(FIRST)), attest(state(SECOND)))
-    assert failures(verify(attest(state(LEADER, FIRST)), nested)) == ["unit-member"]
+    for member in (state(FIRST), state(FIRST, SECOND)):  # the second is a whole unit, by itself
+        nested = with_members(attest(member), attest(state(SECOND)))
+        assert failures(verify(attest(state(LEADER, FIRST)), nested)) == ["unit-member"]
     leader = attest(state(LEADER, FIRST))
     gap = msgspec.structs.replace(leader, extra={member_extra(2): attest(state(FIRST)).encode()})
     assert failures(verify_evidence(gap, ACCEPTING, NOW)) == ["unit-member"]

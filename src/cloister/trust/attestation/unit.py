@@ -69,8 +69,6 @@ def _check_member(
 ) -> None:
     who = f"machine {number} of the node's unit"
     failed = [step.text for step in steps.of(Outcome.FAILED)]
-    if of_member.unit_members:
-        failed.append("it leads a unit of its own")
     failed += [f"its {name.replace('_', ' ')} is not the node's" for name in _SAME if _differ(statement, of_member, name)]
     if of_member.not_after < statement.not_after:
         failed.append("its evidence ends before the node's, which would be relied on afterwards")
