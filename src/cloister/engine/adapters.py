@@ -22,6 +22,9 @@ from cloister.types.events import AdapterReply, FrontMessage, LoadAdapter, Unloa
 from cloister.types.request import AdapterInfo
 
 _LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
+_STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
+    "the engine still loads this adapter, which an earlier call gave up, and unloads it then; try again later"
+)
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
 
@@ -132,6 +135,8 @@ class AdapterRegister:
 # The front's side of adapters: those that the engine has loaded, and calls to load and unload. Used from one thread only.
 
 
+LATE_S: Final = 600.0
+"""For how long an adapter that was not loaded in time is waited for, to unload it again."""
 CALL_TIMEOUT_S: Final = 30.0
 """Timeout for loading or unloading an adapter."""
 LOOK_EVERY_S: Final = 0.05
@@ -180,6 +185,7 @@ class AdapterCalls:
         self._are_fixed = are_fixed
         self._leaving: dict[str, AdapterInfo] = {}
         self._unloading: set[asyncio.Task[None]] = set()
+        self._late: set[str] = set()
         self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
         self._num_loading = 0
         self._is_overdue = False
@@ -219,6 +225,8 @@ class AdapterCalls:
             EngineError: the engine ended.
         """
         check_adapter(name, path)
+        if name in self._late:  # the engine would have more and more to load, and make no step
+            raise InvalidRequestError(_STILL_LOADING, param="lora_name")
         is_new = name not in self.loaded and name not in self._leaving
         self._num_loading += 1
         try:
@@ -237,8 +245,17 @@ class AdapterCalls:
 
     def _take_back(self, name: str) -> None:
         """Has the engine unload what it loads too late: nobody knows of it, and its name could not be loaded again."""
-        with contextlib.suppress(EngineError):  # it has ended
-            self._calls.tell(lambda call_id: UnloadAdapter(call_id, name))
+        self._late.add(name)
+        task = asyncio.create_task(self._unload_late(name), name="unloading of a late adapter")
+        self._unloading.add(task)
+        task.add_done_callback(self._end_unload)
+
+    async def _unload_late(self, name: str) -> None:
+        try:
+            with contextlib.suppress(CloisterError, TimeoutError):  # the engine has ended, or did not load it
+                await self._calls.call(lambda call_id: UnloadAdapter(call_id, name), LATE_S)
+        finally:
+            self._late.discard(name)
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter. New requests cannot use it from now on; returns when the requests that use it have ended.

@@ -40,10 +40,6 @@ class EngineCalls(Generic[Reply]):
         finally:
             self._waiting.pop(call_id, None)
 
-    def tell(self, make: Callable[[str], FrontMessage]) -> None:
-        """Sends what `make` returns for an id, and drops the reply."""
-        self._send(make(str(next(self._numbers))))
-
     def deliver(self, call_id: str, reply: Reply) -> None:
         """Dispatches a reply; one that comes too late is dropped."""
         waiting = self._waiting.pop(call_id, None)
