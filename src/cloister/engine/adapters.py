@@ -23,8 +23,6 @@ from cloister.types.request import AdapterInfo
 
 _LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
 _STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
-    "the engine still loads this adapter, which an earlier call gave up, and unloads it then; try again later"
-)
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
 
