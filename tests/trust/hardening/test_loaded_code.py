@@ -5,6 +5,7 @@ from __future__ import annotations
 import compileall
 import importlib.util
 import os
+import py_compile
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -90,6 +91,36 @@ def test_compiled_code_that_was_put_in_place_of_a_source_is_not_run(node: Node) 
     assert Path(importlib.util.cache_from_source(str(source))).exists()
     node.write("before", "first")
     os.utime(source, ns=(was.st_atime_ns, was.st_mtime_ns))
+    assert node.start_engine() == "first and nothing"
+
+
+def test_compiled_code_without_a_source_is_not_run(node: Node) -> None:
+    assert node.start_engine() == "first and nothing"
+    other = node.directory / "other.py"
+    other.write_text("VALUE = 'other'\n")
+    package = node.directory / "before"  # a package comes before a module of its name
+    package.mkdir()
+    py_compile.compile(str(other), cfile=str(package / "__init__.pyc"), doraise=True)
+    assert node.start_engine() == "first and nothing"
+    package.joinpath("__init__.pyc").rename(node.directory / "before.pyc")
+    package.rmdir()
+    (node.directory / "before.py").unlink()
+    assert node.start_engine() == "it ended"
+
+
+def test_a_package_that_was_put_before_a_module_is_not_run(node: Node) -> None:
+    assert node.start_engine() == "first and nothing"
+    (node.directory / "before").mkdir()
+    node.write("before/__init__", "other")
+    assert node.start_engine() == "it ended"
+    assert "__init__.py is new since this node was started" in node.end()
+
+
+def test_what_another_program_has_compiled_again_is_compiled_from_the_same_source(node: Node) -> None:
+    source = str(node.directory / "before.py")
+    py_compile.compile(source, doraise=True)  # as an installer does, so that the first engine reads no source
+    assert node.start_engine() == "first and nothing"
+    py_compile.compile(source, doraise=True, invalidation_mode=py_compile.PycInvalidationMode.CHECKED_HASH)
     assert node.start_engine() == "first and nothing"
 
 

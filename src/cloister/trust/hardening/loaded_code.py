@@ -13,14 +13,22 @@ import mmap
 import os
 import struct
 import sys
-from collections.abc import Mapping, Sequence
-from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
-from types import ModuleType
+from collections.abc import Callable, Mapping, Sequence
+from importlib.machinery import (
+    EXTENSION_SUFFIXES,
+    SOURCE_SUFFIXES,
+    ExtensionFileLoader,
+    FileFinder,
+    ModuleSpec,
+    SourceFileLoader,
+    SourcelessFileLoader,
+)
+from importlib.util import source_from_cache
+from types import CodeType, ModuleType
 from typing import Final
 
 RECORD_BYTES: Final = 4 * 2**20
 """Room for some 30,000 files; a process that loads more is refused."""
-CODE: Final = (".py", ".pyc", ".so")
 _HEAD: Final = struct.Struct("<QQ")
 """Bytes that are used behind it, and whether the process was closed: then it has loaded all that its role needs."""
 _DIGEST_BYTES: Final = 32
@@ -119,6 +127,12 @@ class _Comparison:
         if known is None:
             self._record.note(path, digest)
 
+    def expect(self, path: str, read: Callable[[SourceFileLoader, str], bytes], loader: SourceFileLoader) -> None:
+        """Notes the source of what was loaded in its compiled form: a later process may have to compile it."""
+        real = os.path.realpath(path)
+        if real not in self._known and not self._is_complete:
+            self._record.note(real, hashlib.sha256(read(loader, path)).digest())
+
     def take_library(self, path: str) -> None:
         """As `take`, for a file that the loader of the system maps."""
         with open(path, "rb") as file:
@@ -148,15 +162,24 @@ def compare_loads(record: LoadedCode, known: Mapping[str, bytes], *, is_complete
 
     def get_data(loader: SourceFileLoader, path: str) -> bytes:
         content = read(loader, path)
-        if path.endswith(CODE):
+        if path.endswith(".pyc"):
+            try:
+                comparison.take(path, content)
+            except ChangedCodeError as error:  # another program has compiled it since; its source is compared
+                raise OSError("it was compiled again") from error
+            comparison.expect(source_from_cache(path), read, loader)
+        elif path.endswith(".py"):
             try:
                 comparison.take(path, content)
             except ChangedCodeError as error:
-                if path.endswith(".pyc"):  # written since by another program: the source is read in its place, and compared
-                    raise OSError("it was compiled again") from error
                 _report(error)
                 raise
         return content
+
+    def refuse(loader: SourcelessFileLoader, _: str) -> CodeType:
+        error = ChangedCodeError(f"{loader.path} is compiled code without a source, which no process of a node runs")
+        _report(error)
+        raise error
 
     def create_module(loader: ExtensionFileLoader, spec: ModuleSpec) -> ModuleType:
         try:
@@ -166,6 +189,11 @@ def compare_loads(record: LoadedCode, known: Mapping[str, bytes], *, is_complete
             raise
         return create(loader, spec)
 
+    SourcelessFileLoader.get_code = refuse  # type: ignore[method-assign, assignment]
+    sys.path_hooks[:] = [  # no archives, and no compiled code in the place of a source
+        FileFinder.path_hook((ExtensionFileLoader, EXTENSION_SUFFIXES), (SourceFileLoader, SOURCE_SUFFIXES))
+    ]
+    sys.path_importer_cache.clear()
     SourceFileLoader.get_data = get_data  # type: ignore[method-assign, assignment]
     ExtensionFileLoader.create_module = create_module  # type: ignore[method-assign, assignment]
 
