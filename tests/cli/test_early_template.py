@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import resource
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.cli import forks_engines, main
+from cloister.cli import commands, forks_engines, main
 from cloister.engine import spawning
 from tests.serving import ServeProcess, find_processes
 
@@ -38,6 +39,8 @@ def nothing_hardened(monkeypatch: pytest.MonkeyPatch) -> None:
         (["serve", "cloister-5m", "--replicas", "2"], True),
         (["serve", "--profile", "private"], False),
         (["serve", "--profile=paranoid"], False),
+        (["serve", "--backend=torch"], False),
+        (["serve", "--on=ray"], False),
         (["serve", "--sealed"], False),
         (["serve", "--no-fork-server"], False),
         (["serve", "--backend", "torch"], False),
@@ -103,3 +106,31 @@ def test_a_front_imports_nothing_that_only_an_engine_needs() -> None:
     )
     printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert json.loads(printed) == []
+
+
+def test_an_engine_may_open_as_many_files_as_a_front_that_has_raised_its_limit() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (256, hard))
+    try:
+        spawning.start_early_template("")
+        resource.setrlimit(resource.RLIMIT_NOFILE, (min(2304, hard), hard))
+        taken = spawning.take_early_template()
+        assert taken is not None
+        process, near = taken
+        try:
+            assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(2304, hard), hard)
+        finally:
+            near.close()
+            process.wait(timeout=30)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_ctrl_c_while_the_command_is_imported_ends_with_130(monkeypatch: pytest.MonkeyPatch, nothing_hardened: None) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "run", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(["serve"])
+    assert ended.value.code == 130

@@ -189,3 +189,8 @@ def test_a_directory_without_a_usable_tokenizer_is_a_model_error(tmp_path, conte
         (tmp_path / "tokenizer.json").write_text(content)
     with pytest.raises(ModelError, match=message):
         Tokenizer(tmp_path)
+
+
+def test_what_a_tokenizer_was_made_of_is_not_kept(byte_level):
+    byte_level.encode("a")
+    assert byte_level._make is None

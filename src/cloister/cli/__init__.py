@@ -17,7 +17,7 @@ PRELOADED: Final = "cloister.launch.preloading"
 UNFORKED: Final = frozenset(
     (
         *("--explain", "--help", "--help-all", "-h", "--json", "--sealed", "--no-fork-server", "--on", "--backend", "--device"),
-        *("private", "paranoid", "--profile=private", "--profile=paranoid"),
+        *("private", "paranoid"),
     )
 )
 """Arguments of `serve` with which no engine is likely to be a fork of a template. A file of settings may say so as well: then
@@ -53,6 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         from cloister.cli.commands import run
 
         run(arguments)
+    except KeyboardInterrupt:  # while it is imported
+        sys.exit(130)
     finally:
         discard_early_template()
         gc.enable()
@@ -63,4 +65,5 @@ def forks_engines(arguments: Sequence[str]) -> bool:
     if sys.platform != "linux" or list(arguments[:1]) != ["serve"]:
         return False
     # a sealed process, which has loaded this, executes nothing
-    return UNFORKED.isdisjoint(arguments) and "cloister.trust.hardening" not in sys.modules
+    words = (word for argument in arguments for word in argument.split("=", 1))
+    return UNFORKED.isdisjoint(words) and "cloister.trust.hardening" not in sys.modules

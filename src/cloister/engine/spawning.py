@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import socket
 import subprocess
 import sys
@@ -70,7 +71,11 @@ def take_early_template() -> Started | None:
     """Returns the template that was started early, once; None if there is none, or it has ended."""
     global _early
     taken, _early = _early, None
-    if taken is None or taken[0].poll() is None:
+    if taken is None:
+        return None
+    if taken[0].poll() is None:
+        with contextlib.suppress(OSError):  # a server raises its limit after it has started the template
+            resource.prlimit(taken[0].pid, resource.RLIMIT_NOFILE, resource.getrlimit(resource.RLIMIT_NOFILE))
         return taken
     taken[1].close()
     return None

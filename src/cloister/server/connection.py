@@ -11,6 +11,7 @@ import fcntl
 import functools
 import math
 import socket
+import struct
 import termios
 from typing import Any, Final
 
@@ -25,6 +26,8 @@ from cloister.server.load_shedding import ConnectionTable, network_of
 from cloister.server.tls import HandshakeQueue, is_hello_whole
 from cloister.types.errors import CloisterError
 
+_RESET: Final = struct.pack("ii", 1, 0)
+"""SO_LINGER: on, for no time (socket(7))."""
 REQUEST_TIMEOUT_S: Final = 20.0
 """Timeout for a whole request head, or for the rest of a body that is no longer read."""
 HANDSHAKE_TIMEOUT_S: Final = 10.0
@@ -89,6 +92,13 @@ class Connection(H11Protocol):
 
     def shed(self) -> None:
         """Closes the connection immediately to make room for another one."""
+        self._reset()
+
+    def _reset(self) -> None:
+        """Closes the connection so that nothing is left of it: the kernel would keep what the client does not read, up to
+        4 MB, for as long as that one acknowledges its probes."""
+        with contextlib.suppress(OSError):
+            self._socket.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._socket.abort()
 
     def data_received(self, data: bytes) -> None:
@@ -291,7 +301,7 @@ class Connection(H11Protocol):
         elif self.table is not None and now_s >= self._read_s + self.unread_timeout_s / 4:
             self.table.wait(self)
         if now_s >= self._read_s + self.unread_timeout_s:
-            self._socket.abort()
+            self._reset()
             return
         wait_s = min(self.unread_timeout_s / 20, self._read_s + self.unread_timeout_s - now_s)
         self._unread = self.loop.call_later(wait_s, self._look_at_reading)

@@ -51,8 +51,9 @@ class ConnectionTable:
     """Limits connections, and tracks which of them wait for a client.
 
     As in nginx, where a full worker closes idle connections rather than refusing new ones. The victim is the oldest connection
-    that waits for the rest of a request, in the network that has most of these. A complete request is never dropped. So sockets
-    that send nothing or very slowly cannot block others: each new one replaces another of its kind.
+    that waits for the rest of a request, or for its client to read its reply, in the network that has most of these. A complete
+    request whose client reads is never dropped. So sockets that send or read nothing cannot block others: each new one replaces
+    another of its kind.
 
     Args:
         limit: maximum number of connections.
@@ -72,7 +73,7 @@ class ConnectionTable:
         return True
 
     def wait(self, connection: Sheddable) -> None:
-        """Marks a connection as waiting for a request; one that already waits keeps its position."""
+        """Marks a connection as waiting for its client; one that already waits keeps its position."""
         network = self._networks.get(connection)
         if network is not None:
             self._waiting.setdefault(network, {}).setdefault(connection)

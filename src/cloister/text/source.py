@@ -58,7 +58,8 @@ class DirectorySource:
         """Leaves the vocabulary in the text: as Python's strings, 150,000 entries take 40 MiB."""
         if self._is_sentence_piece:
             settings = self.tokenizer()
-            return settings, msgspec.json.encode(settings)
+            head = {name: value for name, value in settings.items() if name != "model"}
+            return head, msgspec.json.encode(settings)
         text = _read_bytes(self._path / "tokenizer.json")
         try:
             return msgspec.structs.asdict(msgspec.json.decode(text, type=_Head)), text

@@ -6,7 +6,8 @@ import hashlib
 import json
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -99,7 +100,9 @@ class Tokenizer:
         (head, content), config = source.tokenizer_text(), source.config()
         self.special = SpecialTokens.parse(head, config)
         self.spelling: Spelling = read_spelling(head.get("decoder"))
-        self._make = partial(_build, content, head, self.special)
+        self._make: Callable[[], tokenizers.Tokenizer] | None = partial(_build, content, head, self.special)
+        self._made: tokenizers.Tokenizer | None = None
+        self._making = threading.Lock()
         self._texts = self._read_texts(content, config) if defers else None
         self.vocab_size = _count_ids(self._tokenizer) if self._texts is None else len(self._texts)
         self._adds_bos: bool | None = config.get("add_bos_token")
@@ -108,7 +111,11 @@ class Tokenizer:
 
     @cached_property
     def _tokenizer(self) -> tokenizers.Tokenizer:
-        return self._make()
+        with self._making:
+            if self._make is not None:
+                self._made, self._make = self._make(), None  # the text that it was made of is not kept
+            assert self._made is not None
+            return self._made
 
     def _read_texts(self, content: bytes, config: Mapping[str, Any]) -> list[str | None] | None:
         """Returns the text of every token by id as it was kept at an earlier start, or keeps it for the next one.
