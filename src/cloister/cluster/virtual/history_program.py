@@ -9,6 +9,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -19,12 +20,8 @@ from cloister.types.errors import EngineError
 
 FloatArray = npt.NDArray[np.float32]
 HistoryArray = npt.NDArray[np.int64]
-HashArray = npt.NDArray[np.uint64]
 _SCALE = np.float32(8.0) / np.float32(2**24)
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_SHIFTS = np.uint64(30), np.uint64(27), np.uint64(31)
-_FACTORS = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-_LOGIT_SHIFT = np.uint64(40)
 _NUMBERS = np.arange(1024, dtype=np.uint64)
 _ADAPTER = 1 << 32
 """More than there are positions, and weights."""
@@ -67,15 +64,15 @@ class HistoryProgram(Program):
             self._write(batch.block_tables[i], places, batch.token_ids[start:end], batch.positions[start:end], adapters[i])
         if batch.parents is None:
             histories = [self._read(*each) for each in zip(batch.block_tables, firsts, adapters, strict=True)]
-        hashes = np.empty(batch.logit_rows.size, np.uint64)
+        logits = np.empty((batch.logit_rows.size, self.vocab_size), np.float32)
         for row, token in enumerate(batch.logit_rows.tolist()):
             i = bisect_right(starts, token) - 1
             if batch.parents is None:
                 seen = histories[i][: batch.positions[token] + 1]
             else:
                 seen = self._read_path(batch, i, token, adapters[i])
-            hashes[row] = _hash(seen, salt_of(self.salt, adapters[i]))
-        return _spread(hashes, self.vocab_size)
+            logits[row] = self.logits_after(seen, adapters[i])
+        return logits
 
     def logits_after(self, seen: HistoryArray, adapter: int = 0) -> FloatArray:
         """Returns the logits [vocab_size] that follow these tokens, with an adapter."""
@@ -171,7 +168,10 @@ def salt_of(weights: int, adapter: int) -> int:
 def history_logits(token_ids: npt.ArrayLike, vocab_size: int, salt: int = 0) -> FloatArray:
     """Returns the logits [vocab] that follow a history: uniform in [0, 8), a function of all its tokens in order, and the
     salt."""
-    logits: FloatArray = _spread(np.array([_hash(token_ids, salt)], np.uint64), vocab_size)[0]
+    tokens = np.asarray(token_ids).astype(np.uint64)
+    history = _mix(tokens * _FACTOR + _count(tokens.size)).sum(keepdims=True) + np.uint64(salt)
+    bits = _mix(_mix(history) + _count(vocab_size))
+    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * _SCALE
     return logits
 
 
@@ -180,8 +180,10 @@ def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int, salt: i
     tokens = np.asarray(token_ids, np.uint64)
     with np.errstate(over="ignore"):
         mixed = _mix(tokens * _FACTOR + _count(tokens.size))
-        hashes = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:] + np.uint64(salt)
-    return _spread(hashes, vocab_size)
+        histories = np.append(np.uint64(0), mixed.cumsum(dtype=np.uint64))[first:] + np.uint64(salt)
+        bits = _mix(_mix(histories)[:, None] + _count(vocab_size))
+    logits: FloatArray = (bits >> np.uint64(40)).astype(np.float32) * _SCALE
+    return logits
 
 
 def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int, salt: int = 0) -> list[int]:
@@ -197,26 +199,7 @@ def _count(count: int) -> npt.NDArray[np.uint64]:
     return _NUMBERS[:count] if count <= _NUMBERS.size else np.arange(count, dtype=np.uint64)
 
 
-def _hash(token_ids: npt.ArrayLike, salt: int) -> int:
-    """Returns a number that depends on all tokens of a history in order, and the salt."""
-    tokens = np.asarray(token_ids, np.int64).view(np.uint64)
-    return (int(_mix(tokens * _FACTOR + _count(tokens.size)).sum()) + salt) % (1 << 64)
-
-
-def _spread(hashes: HashArray, vocab_size: int) -> FloatArray:
-    """Returns the logits [len(hashes), vocab_size] of histories with these hashes."""
-    bits = _mix(_mix(hashes)[:, None] + _count(vocab_size))
-    bits >>= _LOGIT_SHIFT
-    logits = bits.astype(np.float32)
-    logits *= _SCALE
-    return logits
-
-
-def _mix(bits: HashArray) -> HashArray:
-    mixed = bits >> _SHIFTS[0]
-    mixed ^= bits
-    mixed *= _FACTORS[0]
-    mixed ^= mixed >> _SHIFTS[1]
-    mixed *= _FACTORS[1]
-    mixed ^= mixed >> _SHIFTS[2]
-    return mixed
+def _mix(bits: Any) -> Any:
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return np.bitwise_xor(bits, bits >> np.uint64(31))
