@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+import logging
 import resource
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,15 @@ UNNEEDED = (
     "cloister.quant", "cloister.launch.engine", "cloister.executor", "torch", "transformers",
 )  # fmt: skip
 """What an engine needs and a front does not."""
+
+
+@pytest.fixture(autouse=True)
+def logging_as_before() -> Iterator[None]:
+    """A server that is run in this process sets its log up."""
+    root, raises = logging.getLogger(), logging.raiseExceptions
+    before = list(root.handlers)
+    yield
+    root.handlers[:], logging.raiseExceptions = before, raises
 
 
 @pytest.fixture

@@ -63,7 +63,8 @@ def test_the_front_freezes_what_it_keeps_and_frees_what_starting_has_left(
     gc.disable()
     try:
         server = asyncio.run(start())
-        assert [found() for found in left] == [None]
+        if several:  # a start of one model searches for none, which would take a tenth of a second (decisions/0059)
+            assert [found() for found in left] == [None]
         assert all(found is not server.engine for found in gc.get_objects())  # frozen: no collection looks at it
     finally:
         gc.enable()

@@ -219,3 +219,19 @@ def test_a_line_of_text_has_its_fields_by_name(lines):
     assert line.endswith(
         " INFO cloister.requests: request route=/v1/models status=200 duration_s=0.001234 finish_reasons=stop,length"
     )
+
+
+def test_a_line_that_cannot_be_written_brings_no_text_of_an_exception_to_standard_error(capfd, monkeypatch):
+    root, stream = logging.getLogger(), io.StringIO()
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    before, level = list(root.handlers), root.level
+    set_up_logging("text", stream)
+    try:
+        stream.close()  # as a disk that is full
+        try:
+            raise ValueError(SECRET)
+        except ValueError:
+            logging.getLogger("cloister.server").error("a mistake of ours")
+    finally:
+        root.handlers[:], root.level = before, level
+    assert SECRET not in capfd.readouterr().err

@@ -93,6 +93,7 @@ def set_up_logging(log_format: str, stream: TextIO | None = None, *, replica: in
         log_format: a name in `FORMATS`.
         replica: every line names this replica; None: no line does.
     """
+    logging.raiseExceptions = False  # a line that cannot be written must not bring the text of an exception to standard error
     handler = logging.StreamHandler(stream or sys.stderr)
     handler.setFormatter(FORMATS[log_format](replica))
     root = logging.getLogger()
