@@ -533,6 +533,39 @@ def test_connections_that_prove_nothing_take_nobodys_place_for_long(clock: Clock
     asyncio.run(run())
 
 
+def test_connections_that_come_in_bursts_are_bounded_too(clock: Clock):
+    member = Machine(clock)
+
+    async def run() -> None:
+        async with running_member(member, times=replace(TIMES, handshake_s=600)):
+            with contextlib.ExitStack() as stack:
+                strangers: list[socket.socket] = []
+                for _ in range(6):
+                    burst = [stack.enter_context(socket.socket()) for _ in range(MAX_UNPROVED - 1)]
+                    for one in burst:
+                        one.setblocking(False)
+                        with contextlib.suppress(BlockingIOError):
+                            one.connect(("127.0.0.1", member.port))
+                    strangers += burst
+                    await asyncio.sleep(0.05)
+                    for one in burst[::2]:
+                        with contextlib.suppress(OSError):
+                            one.send(b"j")
+                await until(lambda: sum(map(is_open, strangers)) <= MAX_UNPROVED)
+                assert all(is_open(one) for one in strangers[-MAX_UNPROVED:]), "the oldest go first"
+
+    asyncio.run(run())
+
+
+def is_open(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
+
+
 @pytest.mark.parametrize(
     "sent",
     [

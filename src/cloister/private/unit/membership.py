@@ -425,10 +425,13 @@ class UnitPort:
                     await asyncio.sleep(self._times.retry_s)
                     continue
                 if len(self._unproved) >= MAX_UNPROVED:
-                    next(iter(self._unproved)).cancel()
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    oldest.cancel()
                 task = asyncio.create_task(self._answer(sock))
                 self._tasks[task] = self._unproved[task] = None
                 task.add_done_callback(self._forget)
+                await asyncio.sleep(0)  # accepting yields to nobody while connections wait, and those that were ended stay open
         finally:
             listener.close()
             for task in list(self._tasks):
@@ -466,6 +469,9 @@ class UnitPort:
             except UnitRefusedError as error:
                 writer.write(_frame(encode_refusal(error.message)))
                 await writer.drain()
+                raise
+            except asyncio.CancelledError:
+                writer.transport.abort()  # its place was given to another one: no last words
                 raise
             task = asyncio.current_task()
             assert task is not None
