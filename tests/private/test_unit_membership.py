@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
@@ -15,7 +16,7 @@ import pytest
 
 from cloister.private.attesting import MemberAttester
 from cloister.private.unit.membership import MAX_UNPROVED, UnitLeader
-from cloister.private.unit.pairing import LeaderHandshake, UnitRefusedError
+from cloister.private.unit.pairing import LeaderHandshake, Pair, UnitRefusedError
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import (
     AttestationError,
@@ -443,6 +444,34 @@ def test_a_leader_that_lost_its_connection_gets_a_new_one(clock: Clock):
             await until(lambda: leader.pairs and set(leader.pairs) == set(member.pairs))
 
     asyncio.run(run())
+
+
+def test_a_leader_without_descriptors_for_a_member_renews_its_evidence_and_uses_it_later(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    leader, member = Machine(clock), Machine(clock)
+    pairs = iter([False, True])
+    paired = leader.paired
+
+    def pair_later(pair: Pair) -> None:
+        paired(pair)
+        if not next(pairs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run() -> None:
+        async with running_member(member), running_leader(leader, [member.port]) as unit:
+            await until(lambda: leader.pairs)
+            (pair_id,) = leader.pairs
+            leader.pairs.clear()
+            unit._on_pair, unit._members[0].is_used = pair_later, False  # as if it were not used yet
+            unit.take_evidence(leader.document)
+            assert leader.lost == [pair_id]
+            await until(lambda: leader.pairs and set(leader.pairs) == set(member.pairs) != {pair_id})
+            assert stated(leader).unit_members == (member.key.digest,)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "cannot reach its engines (Too many open files)" in caplog.text
 
 
 def test_a_machine_on_the_leaders_chip_is_refused_and_one_on_another_is_not(clock: Clock):

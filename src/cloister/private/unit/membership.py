@@ -112,7 +112,8 @@ class _Member:
         document, statement: its verified evidence; None before.
         pair: while both have proved themselves on a connection that lives.
         is_used: whether its engines were handed to workers.
-        is_withdrawn: whether they were, and are not any more: the connection ends, and the next one has a pair of its own.
+        withdrawn: why they are not any more: the connection ends, and the next one has a pair of its own. Empty: they are, or
+            never were.
     """
 
     index: int
@@ -121,7 +122,7 @@ class _Member:
     statement: Statement | None = None
     pair: Pair | None = None
     is_used: bool = False
-    is_withdrawn: bool = False
+    withdrawn: str = ""
     last_word: str = ""
 
     @property
@@ -142,8 +143,8 @@ class UnitLeader:
         addresses: unit ports of the members, (IP address, port).
         verifier: judges their evidence.
         num_engines: engines of this machine, and so of each.
-        on_pair: called when a member has become usable.
-        on_lost: called with the id of a pair whose member is not usable any more.
+        on_pair: called when a member has become usable. If it raises OSError, the pair is lost, and made again later.
+        on_lost: called with the id of a pair whose member is not usable any more, also if `on_pair` failed for it.
         now: returns Unix seconds.
     """
 
@@ -229,12 +230,19 @@ class UnitLeader:
     def _use_members(self) -> None:
         for member in self._members:
             may_use = self._may_use(member)
-            if member.pair is not None and may_use and not member.is_used and not member.is_withdrawn:
+            if member.pair is not None and may_use and not member.is_used and not member.withdrawn:
                 member.is_used = True
-                self._on_pair(member.pair)
+                try:
+                    self._on_pair(member.pair)
+                except OSError as error:  # no descriptors are left; the node's evidence is renewed all the same
+                    self._withdraw(member, f"this node cannot reach its engines ({error.strerror or type(error).__name__})")
             elif member.pair is not None and member.is_used and not may_use:
-                member.is_used, member.is_withdrawn = False, True
-                self._on_lost(member.pair.id)
+                self._withdraw(member, "it does not renew its evidence; its log says why")
+
+    def _withdraw(self, member: _Member, why: str) -> None:
+        assert member.pair is not None, "it was used"
+        member.is_used, member.withdrawn = False, why
+        self._on_lost(member.pair.id)
 
     async def _look(self, member: _Member, deadline_s: float) -> None:
         """Fetches a member's evidence for the first statement."""
@@ -303,13 +311,15 @@ class UnitLeader:
                 document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
             if document:
                 await self._renew(member, document)
-            if member.is_withdrawn or member.statement.not_after <= self._now():
+            if member.withdrawn:
+                raise UnitRefusedError("withdrawn", f"the member is dropped: {member.withdrawn}")
+            if member.statement.not_after <= self._now():
                 raise UnitRefusedError("expiry", "the member is dropped: it does not renew its evidence; its log says why")
             await asyncio.sleep(self._times.ping_s)
 
     def _drop(self, member: _Member) -> None:
         pair, member.pair = member.pair, None
-        was_used, member.is_used, member.is_withdrawn = member.is_used, False, False
+        was_used, member.is_used, member.withdrawn = member.is_used, False, ""
         if pair is not None and was_used:
             self._on_lost(pair.id)
 
