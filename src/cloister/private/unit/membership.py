@@ -380,8 +380,9 @@ class UnitPort:
         carry: takes a connection over whose first byte was `CARRY`, and that byte. It returns when it has verified who is at
             the other end; the connection is then its own. If it fails, or is cancelled because it takes longer than a handshake
             may, the connection is closed here.
-        on_leader: called when a leader has proved itself.
-        on_leader_lost: called with the id of a pair whose leader is lost; nothing more may be done for it.
+        on_leader: called when a leader has proved itself. If it raises OSError, that one is refused, and may come again.
+        on_leader_lost: called with the id of a pair whose leader is lost, also if `on_leader` failed for it; nothing more may
+            be done for it.
         now: returns Unix seconds.
     """
 
@@ -521,15 +522,20 @@ class UnitPort:
     ) -> None:
         """Exchanges news with a leader that has proved itself, until it is lost or refused. An earlier connection of the same
         leader ends: it lost that one."""
-        if self._session is not None:
-            earlier, self._session = self._session, None
-            earlier.task.cancel()
-            self._on_leader_lost(earlier.pair.id)
-        self._session = session
-        self._on_leader(session.pair)
-        _logger.info("the leader of the unit has proved itself")
-        self._last_word = ""
         try:
+            if self._session is not None:
+                earlier, self._session = self._session, None
+                earlier.task.cancel()
+                self._on_leader_lost(earlier.pair.id)
+            self._session = session
+            try:
+                self._on_leader(session.pair)
+            except OSError as error:  # no descriptors are left
+                why = f"this member cannot serve a leader now ({error.strerror or type(error).__name__})"
+                writer.write(_frame(encode_refusal(why)))
+                raise UnitRefusedError("files", why) from None
+            _logger.info("the leader of the unit has proved itself")
+            self._last_word = ""
             shown = self._document
             writer.write(_frame(answer))
             while True:
