@@ -425,6 +425,32 @@ def test_a_member_serves_one_leader_and_another_one_waits_until_it_has_ended(clo
         asyncio.run(run())
 
 
+def test_a_member_without_descriptors_for_its_leader_keeps_none_that_it_does_not_serve(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    first, second, member = Machine(clock), Machine(clock), Machine(clock)
+    paired, is_full = member.paired, True
+
+    def pair_later(pair: Pair) -> None:
+        paired(pair)
+        if is_full:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    member.paired = pair_later  # type: ignore[method-assign]
+
+    async def run() -> None:
+        nonlocal is_full
+        async with running_member(member):
+            async with running_leader(first, [member.port]):
+                await until(lambda: "refuses: this member cannot serve a leader now (Too many open files)" in caplog.text)
+            is_full = False
+            async with running_leader(second, [member.port]):
+                await until(lambda: second.pairs and set(second.pairs) == set(member.pairs))
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
 def test_a_leader_that_lost_its_connection_gets_a_new_one(clock: Clock):
     """The network forgot it, and the member has not noticed yet."""
     leader, member = Machine(clock), Machine(clock)
@@ -514,6 +540,28 @@ def test_a_machine_of_another_measurement_than_the_release_names_is_refused(cloc
                 made = replace(member.announcer.make_verifier(gpu=False), verifiers=trusted, policy=policy)
                 with pytest.raises(UnitRefusedError) as refused:
                     replace(made, facts=replace(FACTS, launch=launch)).judge_member(member.document, clock.now)
+                assert refused.value.reason == reason, refused.value.message
+
+    asyncio.run(run())
+
+
+def test_the_operators_policy_accepts_no_other_register_of_the_release_and_no_other_kind_of_hardware(clock: Clock):
+    platform = SnpPlatform()
+    trusted = {**VERIFIERS, "sev-snp": SnpVerifier(platform.roots)}
+    elsewhere = SnpPlatform(chip_id=bytes(range(65, 129)))
+    lax = replace(FLOOR, kinds=frozenset({"tdx", "nitro", "sev-snp"}), measurements={"sev-snp": frozenset({"4d" * 48})})
+    member = Machine(clock, attester=SnpAttester(platform))
+
+    async def run() -> None:
+        async with running_member(member):
+            made = replace(member.announcer.make_verifier(gpu=False), own=SnpAttester(elsewhere).attest(b""), verifiers=trusted)
+            made = replace(made, policy=lax, facts=replace(FACTS, launch={"sev-snp": "4d" * 48}))
+            assert made.judge_member(member.document, clock.now).unit_key == member.key.public, "it is good otherwise"
+            other_release = replace(made, facts=replace(FACTS, launch={"sev-snp": "4e" * 48}))
+            other_kind = replace(made, own=SoftwareAttester().attest(b""))
+            for verifier, reason in ((other_release, "measurement"), (other_kind, "kind")):
+                with pytest.raises(UnitRefusedError) as refused:
+                    verifier.judge_member(member.document, clock.now)
                 assert refused.value.reason == reason, refused.value.message
 
     asyncio.run(run())

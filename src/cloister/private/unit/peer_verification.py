@@ -54,8 +54,9 @@ class PeerVerifier:
         gpu: whether GPUs are attested.
         member_key: the key by which the unit is a member of the cloud, which signs evidence of each of its machines; None if
             it is no member.
-        policy: what the operator accepts besides, as a client's policy does: firmware, providers, kinds of hardware. It cannot
-            accept a release, a model, settings or a profile that differ, nor software.
+        policy: what the operator accepts besides, as a client's policy does: firmware, providers, registers that the release
+            does not name. It cannot accept a release, a model, settings, a profile, a register of the release or a kind of
+            hardware that differs, nor software.
         verifiers: by kind.
     """
 
@@ -137,16 +138,17 @@ class PeerVerifier:
         """What this node demands: what it is itself. Software is accepted by a node that has nothing better to show."""
         facts = self.facts
         applied = {name.rpartition(".")[2] for name, told in self.hardening().items() if told.startswith("applied:")}
-        base = self.policy or AttestationPolicy(kinds=frozenset({self.own.kind}))
+        base = self.policy or AttestationPolicy()
         return replace(
             base,
             profile=facts.profile,
+            kinds=frozenset({self.own.kind}),
             accept_software=self.own.kind == SoftwareAttester.kind,
             releases=frozenset({facts.release}),
             models=frozenset({facts.model}),
             profile_digests=frozenset({facts.profile_digest}),
             configuration=facts.configuration,
             hardening=base.hardening | (applied - {HOST}),
-            measurements={**{name: frozenset({value}) for name, value in facts.launch.items()}, **base.measurements},
+            measurements={**base.measurements, **{name: frozenset({value}) for name, value in facts.launch.items()}},
             gpu=self.gpu or base.gpu,
         )
