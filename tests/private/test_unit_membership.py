@@ -8,7 +8,7 @@ import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -403,6 +403,65 @@ def test_a_member_that_is_named_twice_is_found_out(clock: Clock):
                     raise AssertionError("it started")
 
     asyncio.run(run())
+
+
+def test_members_that_exchange_their_addresses_are_paired_again(clock: Clock):
+    leader, first, second = Machine(clock), Machine(clock), Machine(clock)
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for member in (first, second):
+                await stack.enter_async_context(running_member(member))
+            ways = [await stack.enter_async_context(forwarding(member.port)) for member in (first, second)]
+            await stack.enter_async_context(running_leader(leader, [way.port for way in ways]))
+            await until(lambda: len(leader.pairs) == 2)
+            old, stated_before = set(leader.pairs), stated(leader).unit_members
+            ways[0].target, ways[1].target = second.port, first.port
+            for way in ways:
+                way.cut()
+            await until(lambda: len(leader.pairs) == 2 and not old & set(leader.pairs))
+            assert stated(leader).unit_members == stated_before, "none was left out meanwhile: it would not be used for an hour"
+            await until(lambda: first.pairs and second.pairs)
+            assert [pair.index for member in (first, second) for pair in member.pairs.values()] == [2, 1]
+
+    asyncio.run(run())
+
+
+class Forwarder:
+    """Passes connections on to a port of this machine, which may change."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.port = target, 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        self.writers += [writer, far_writer]
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def forwarding(target: int) -> AsyncIterator[Forwarder]:
+    forwarder = Forwarder(target)
+    server = await asyncio.start_server(forwarder.forward, "127.0.0.1", 0)
+    forwarder.port = server.sockets[0].getsockname()[1]
+    try:
+        yield forwarder
+    finally:
+        forwarder.cut()
+        server.close()
 
 
 def test_a_member_serves_one_leader_and_another_one_waits_until_it_has_ended(clock: Clock, caplog: pytest.LogCaptureFixture):

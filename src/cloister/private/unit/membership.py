@@ -285,6 +285,8 @@ class UnitLeader:
                     return  # the next statement lists it, and is made now
                 writer.write(_frame(handshake.claim(statement.unit_key, member.index, document)))
                 agreed = handshake.finish(await _read_frame(reader, MAX_HELLO_BYTES))
+                if member.digest != digest_of(statement.unit_key):
+                    raise UnitRefusedError("twice", "the member answered at another address meanwhile")
             records = SealedRecords(self.key.memory, agreed, is_leader=True)
             try:
                 member.pair = Pair(agreed.id, agreed.secret, member.address, member.index, self._num_engines)
@@ -348,8 +350,13 @@ class UnitLeader:
         self._take(member, document, statement)
 
     def _take(self, member: _Member, document: bytes, statement: Statement) -> None:
-        if any(other.digest == digest_of(statement.unit_key) for other in self._members if other is not member):
-            raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
+        for other in self._members:
+            if other is member or other.digest != digest_of(statement.unit_key):
+                continue
+            if other.pair is not None or not self._document:
+                raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
+            # it has moved to this address; the one that was here is listed on, as one that is lost is, and may be there now
+            other.document, other.statement = member.document, member.statement
         member.document, member.statement = document, statement
 
     def _say(self, member: _Member, why: str) -> None:
