@@ -393,6 +393,72 @@ def test_a_leader_whose_statement_does_not_list_the_member_is_refused(clock: Clo
     asyncio.run(run())
 
 
+def test_a_stranger_with_a_leaders_evidence_has_nothing_verified(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    leader, member, thief = Machine(clock), Machine(clock), Machine(clock)
+    judged: list[bytes] = []
+
+    async def run() -> None:
+        async with running_member(member):
+            async with running_leader(leader, [member.port]):
+                await until(lambda: member.pairs)
+                document = leader.document
+            await until(lambda: not member.pairs)
+            monkeypatch.setattr(PeerVerifier, "judge_leader", lambda _, document, *__: judged.append(document))
+            reader, writer = await asyncio.open_connection("127.0.0.1", member.port)
+            handshake = LeaderHandshake(thief.key)
+            writer.write(b"j" + frame(handshake.hello))
+            handshake.read_offer(await read_frame(reader))
+            writer.write(frame(handshake.claim(member.key.public, 1, document)))
+            assert b"does not prove that it holds the key" in await read_frame(reader)
+            writer.close()
+            assert not judged
+
+    asyncio.run(run())
+
+
+def test_a_leader_says_that_its_statement_does_not_list_a_member_yet(clock: Clock, caplog: pytest.LogCaptureFixture):
+    attester = FailingAttester()
+    leader, first, second = Machine(clock, attester=attester), Machine(clock), Machine(clock)
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as of_first:
+            await of_first.enter_async_context(running_member(first))
+            async with running_leader(leader, [first.port]):
+                await until(lambda: leader.pairs)
+                attester.is_broken = True
+                await of_first.aclose()
+                async with running_member(second, port=first.port):
+                    await until(lambda: "is not used: this node's statement does not list it" in caplog.text)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
+def test_an_error_of_the_program_with_one_member_does_not_end_the_others(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    leader, good, bad = Machine(clock), Machine(clock), Machine(clock)
+    claim = LeaderHandshake.claim
+
+    def fail_for_second(handshake: LeaderHandshake, member_key: bytes, index: int, evidence: bytes) -> bytes:
+        if index == 2:
+            raise ValueError("of an error in the program")
+        return claim(handshake, member_key, index, evidence)
+
+    monkeypatch.setattr(LeaderHandshake, "claim", fail_for_second)
+
+    async def run() -> None:
+        async with running_member(good), running_member(bad), running_leader(leader, [good.port, bad.port]):
+            await until(lambda: "ValueError" in caplog.text)
+            await until(lambda: leader.pairs)
+            assert not bad.pairs
+            monkeypatch.undo()
+            await until(lambda: bad.pairs and len(leader.pairs) == 2)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
 def test_a_member_that_is_named_twice_is_found_out(clock: Clock):
     leader, member = Machine(clock), Machine(clock)
 

@@ -32,11 +32,12 @@ from cloister.private.unit.pairing import (
     digest_of,
     encode_refusal,
 )
-from cloister.private.unit.peer_verification import PeerVerifier
+from cloister.private.unit.peer_verification import PeerVerifier, read_leader_key
 from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_EXTRAS
 from cloister.types.errors import ConfigError
+from cloister.types.logs import describe
 
 MAX_UNPROVED: Final = 32
 """Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
@@ -270,6 +271,8 @@ class UnitLeader:
                 await self._stay(member)
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
                 self._say(member, _describe(error))
+            except Exception as error:  # an error in the program: it ends neither the other members nor the node
+                self._say(member, describe(error))
             await asyncio.sleep(self._times.retry_s)
 
     async def _stay(self, member: _Member) -> None:
@@ -281,8 +284,11 @@ class UnitLeader:
                 handshake = LeaderHandshake(self.key)
                 statement = await self._ask(member, handshake, reader, writer)
                 document = self._document
-                if not document or member.digest not in read_statement(read_evidence(document).statement).unit_members:
-                    return  # the next statement lists it, and is made now
+                if not document:
+                    return  # the first statement is made now, or the log says why not
+                if member.digest not in read_statement(read_evidence(document).statement).unit_members:
+                    self._say(member, "this node's statement does not list it; the next one will, unless the log says why not")
+                    return
                 writer.write(_frame(handshake.claim(statement.unit_key, member.index, document)))
                 agreed = handshake.finish(await _read_frame(reader, MAX_HELLO_BYTES))
                 if member.digest != digest_of(statement.unit_key):
@@ -508,9 +514,9 @@ class UnitPort:
         handshake = MemberHandshake(self.key, self._document)
         writer.write(_frame(handshake.offer(hello)))
         index, document = handshake.read_claim(await _read_frame(reader, MAX_FRAME_BYTES))
-        async with self._judging:  # one at a time: anybody who reaches the port can have evidence verified
+        answer, agreed = handshake.accept(read_leader_key(document))  # before the rest: anybody can have evidence of others
+        async with self._judging:  # one at a time
             statement = await asyncio.to_thread(self._verifier.judge_leader, document, self.key.public, self._now())
-        answer, agreed = handshake.accept(statement.unit_key)
         if self._session is not None and self._session.leader_key != statement.unit_key:
             raise UnitRefusedError(
                 "has-leader", "this member has a leader, and serves one at a time; stop that one, or name another member"

@@ -109,19 +109,17 @@ class PeerVerifier:
         return statement
 
     def _judge(self, whose: str, document: bytes, now: float) -> Statement:
+        evidence, statement = _read(whose, document)
         try:
-            evidence = read_evidence(document)
-            statement = read_statement(evidence.statement)
             findings = verify_evidence(evidence, self._policy(), now, verifiers=self.verifiers)
             chips = name_chips(evidence) if findings.accepted else frozenset()
             own_chips = name_chips(self.own)
         except (EvidenceError, AttestationError) as error:
-            raise UnitRefusedError("evidence", f"{whose} is refused: {error.message}") from None
+            raise _refuse_evidence(whose, error) from None
         for failed in findings.of(Outcome.FAILED):
             remedy = f"; {_REMEDIES[failed.slug]}" if failed.slug in _REMEDIES else ""
             raise UnitRefusedError(failed.slug, f"{whose} is refused: {failed.text}{remedy}")
-        if not statement.unit_key:
-            raise UnitRefusedError("role", f"{whose} is refused: it is no machine of a unit; start it with --unit-port")
+        _check_role(whose, statement)
         if self.member_key is not None and not is_signed_by(self.member_key, evidence):
             raise UnitRefusedError(
                 "member",
@@ -152,3 +150,31 @@ class PeerVerifier:
             measurements={**base.measurements, **{name: frozenset({value}) for name, value in facts.launch.items()}},
             gpu=self.gpu or base.gpu,
         )
+
+
+def read_leader_key(document: bytes) -> bytes:
+    """Returns the unit key that evidence of a leader names; nothing is verified.
+
+    Raises:
+        UnitRefusedError: it is no evidence, or of no machine of a unit.
+    """
+    _, statement = _read("the leader", document)
+    _check_role("the leader", statement)
+    return statement.unit_key
+
+
+def _read(whose: str, document: bytes) -> tuple[Evidence, Statement]:
+    try:
+        evidence = read_evidence(document)
+        return evidence, read_statement(evidence.statement)
+    except EvidenceError as error:
+        raise _refuse_evidence(whose, error) from None
+
+
+def _check_role(whose: str, statement: Statement) -> None:
+    if not statement.unit_key:
+        raise UnitRefusedError("role", f"{whose} is refused: it is no machine of a unit; start it with --unit-port")
+
+
+def _refuse_evidence(whose: str, error: EvidenceError | AttestationError) -> UnitRefusedError:
+    return UnitRefusedError("evidence", f"{whose} is refused: {error.message}")
