@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
+
 from cloister.private.unit.pairing import (
     CARRY,
     JOIN,
@@ -36,6 +38,8 @@ from cloister.private.unit.peer_verification import PeerVerifier, read_leader_ke
 from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_EXTRAS
+from cloister.trust.attestation.unit import member_extra
+from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
 
@@ -44,6 +48,11 @@ MAX_UNPROVED: Final = 32
 LAST_WORDS_S: Final = 1.0
 SAY_EVERY_S: Final = 5.0
 """Least time between two lines about refused leaders in a member's log."""
+MARGIN_BYTES: Final = 4096
+"""What a node's next statement may be longer than those that it knows: the log's checkpoint has more witnesses, say."""
+LISTED_BYTES: Final = 128
+"""What a statement and evidence have for each member besides its document: a digest, and a name."""
+_OF_MEMBERS: Final = frozenset(member_extra(number) for number in range(1, MAX_UNIT_MEMBERS + 1))
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
 
@@ -115,6 +124,7 @@ class _Member:
         is_used: whether its engines were handed to workers.
         withdrawn: why they are not any more: the connection ends, and the next one has a pair of its own. Empty: they are, or
             never were.
+        excess: why the next statement does not list it, though its evidence is good. Empty: it does.
     """
 
     index: int
@@ -124,6 +134,7 @@ class _Member:
     pair: Pair | None = None
     is_used: bool = False
     withdrawn: str = ""
+    excess: str = ""
     last_word: str = ""
 
     @property
@@ -169,6 +180,7 @@ class UnitLeader:
         self._now = now
         self._times = times
         self._document = b""
+        self._own = verifier.own
         self._stated: list[_Stated] = []
 
     async def start(self, deadline_s: float) -> None:
@@ -183,18 +195,26 @@ class UnitLeader:
                 clients read.
         """
         await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
-        self._check_size()
+        if (why := self._find_excess(self._members)) is not None:
+            raise UnitRefusedError("size", why)
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`."""
-        listed = [(member.digest, member.document, member.statement) for member in self._members if self._is_listed(member)]
-        ends_s = min((statement.not_after for _, _, statement in listed if statement is not None), default=None)
-        return UnitListing(tuple(sorted(digest for digest, _, _ in listed)), tuple(one for _, one, _ in listed), ends_s)
+        listed: list[_Member] = []
+        for member in filter(self._is_listed, self._members):
+            why = self._find_excess([*listed, member])
+            member.excess = "" if why is None else f"{why}; it is left out"
+            if why is None:
+                listed.append(member)
+        ends_s = min((member.statement.not_after for member in listed if member.statement is not None), default=None)
+        documents = tuple(member.document for member in listed)
+        return UnitListing(tuple(sorted(member.digest for member in listed)), documents, ends_s)
 
     def take_evidence(self, document: bytes) -> None:
         """See `UnitSide.take_evidence`."""
-        statement = read_statement(read_evidence(document).statement)
-        self._document = document
+        evidence = read_evidence(document)
+        statement = read_statement(evidence.statement)
+        self._document, self._own = document, evidence
         ended_s = self._now() - MAX_CLOCK_SKEW_S
         self._stated = [one for one in self._stated if one.ends_s > ended_s]
         self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
@@ -206,19 +226,21 @@ class UnitLeader:
             for member in self._members:
                 group.create_task(self._keep(member))
 
-    def _check_size(self) -> None:
-        """Refuses members whose evidence does not fit into this node's, where it is in base64. Statements of one configuration
-        have one length."""
-        statements = [read_evidence(member.document).statement for member in self._members]
-        parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
-        size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
-        num_extras = len(self._verifier.own.extra) + len(self._members)
-        if size > MAX_EVIDENCE_BYTES or num_extras > MAX_EXTRAS:
-            raise UnitRefusedError(
-                "size",
-                f"the evidence of this node and its {len(self._members)} members has {size} bytes and {num_extras} parts, and "
-                f"clients read at most {MAX_EVIDENCE_BYTES} and {MAX_EXTRAS}; name fewer members in --unit-members",
-            )
+    def _find_excess(self, members: Sequence[_Member]) -> str | None:
+        """Returns why this node's evidence with that of these members, in base64, is more than clients read; None if it is not.
+        Statements of one configuration have about one length, and certificates of one maker."""
+        own = msgspec.structs.replace(self._own, extra={n: v for n, v in self._own.extra.items() if n not in _OF_MEMBERS})
+        statements = [own.statement, *(read_evidence(member.document).statement for member in members)]
+        parts = [*(member.document for member in members), max(statements, key=len)]
+        size = len(msgspec.structs.replace(own, statement=b"").encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
+        size += MARGIN_BYTES + LISTED_BYTES * len(members)
+        num_extras = len(own.extra) + len(members)
+        if size <= MAX_EVIDENCE_BYTES and num_extras <= MAX_EXTRAS:
+            return None
+        return (
+            f"the evidence of this node and {len(members)} members has {size} bytes and {num_extras} parts, and clients read "
+            f"at most {MAX_EVIDENCE_BYTES} and {MAX_EXTRAS}; name fewer members in --unit-members"
+        )
 
     def _is_listed(self, member: _Member) -> bool:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
@@ -238,7 +260,7 @@ class UnitLeader:
                 except OSError as error:  # no descriptors are left; the node's evidence is renewed all the same
                     self._withdraw(member, f"this node cannot reach its engines ({error.strerror or type(error).__name__})")
             elif member.pair is not None and member.is_used and not may_use:
-                self._withdraw(member, "it does not renew its evidence; its log says why")
+                self._withdraw(member, member.excess or "it does not renew its evidence; its log says why")
 
     def _withdraw(self, member: _Member, why: str) -> None:
         assert member.pair is not None, "it was used"
@@ -287,7 +309,8 @@ class UnitLeader:
                 if not document:
                     return  # the first statement is made now, or the log says why not
                 if member.digest not in read_statement(read_evidence(document).statement).unit_members:
-                    self._say(member, "this node's statement does not list it; the next one will, unless the log says why not")
+                    coming = "this node's statement does not list it; the next one will, unless the log says why not"
+                    self._say(member, member.excess or coming)
                     return
                 writer.write(_frame(handshake.claim(statement.unit_key, member.index, document)))
                 agreed = handshake.finish(await _read_frame(reader, MAX_HELLO_BYTES))
