@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -227,6 +228,45 @@ def released(tmp_path: Path) -> tuple[Path, Path, Release]:
     (folder / "release.json").write_bytes(release.encode())
     (folder / "manifest.json").write_bytes(measured)
     return folder, model, release
+
+
+@pytest.mark.parametrize("failure", [AttestationError("the hardware is busy"), OSError(24, "Too many open files")])
+def test_a_failure_that_may_pass_is_told_once_and_tried_again(
+    failure: Exception, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    node = Node(attester=FailingAttester(*[failure] * 3))
+    asyncio.run(renew_until(node, monkeypatch, lambda: node.announcer.evidence() is not None))
+    assert node.announcer.fault is None
+    assert [str(failure.args[-1]) in record.getMessage() for record in caplog.records] == [True]
+
+
+def test_a_node_ends_whose_evidence_is_not_renewed_any_more(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch):
+    node = Node(attester=FailingAttester(ValueError("of an error in the program")))
+    asyncio.run(renew_until(node, monkeypatch, lambda: node.announcer.fault is not None))
+    assert "start the node again" in str(node.announcer.fault)
+    assert "ValueError" in caplog.text
+
+
+class FailingAttester(SoftwareAttester):
+    """Fails in these ways first."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+
+    def attest(self, statement: bytes) -> Evidence:
+        if self.failures:
+            raise self.failures.pop()
+        return super().attest(statement)
+
+
+async def renew_until(node: Node, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], bool]) -> None:
+    monkeypatch.setattr("cloister.private.attesting.LOOK_EVERY_S", 0.001)
+    renewing = asyncio.create_task(node.announcer.renew_forever())
+    async with asyncio.timeout(10):
+        while not holds():
+            await asyncio.sleep(0.001)
+    renewing.cancel()
+    await asyncio.gather(renewing, return_exceptions=True)
 
 
 def test_a_node_that_runs_its_release_states_the_digest_that_the_log_has(released: tuple[Path, Path, Release]):

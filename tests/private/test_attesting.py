@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from cloister.launch.sealed import loaded_beside
+from cloister.launch.sealed import launch_sealed, loaded_beside
 from cloister.launch.settings import resolve_settings
 from cloister.models import locate
 from cloister.private.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
@@ -112,6 +112,19 @@ def test_a_sealed_node_reads_no_packed_weights_and_takes_no_adapters_later(tmp_p
         resolve_settings({"sealed": True, "weights_cache": str(tmp_path)})
     with pytest.raises(ConfigError, match="name its adapters with `lora`"):
         resolve_settings({"sealed": True, "runtime_adapters": True})
+
+
+@pytest.mark.parametrize(("unit", "files_each"), [({}, 1), ({"unit_members": "10.0.0.2:9100"}, 6), ({"unit_port": 9100}, 6)])
+def test_a_machine_of_a_unit_may_open_the_files_of_all_its_requests(
+    monkeypatch: pytest.MonkeyPatch, unit: dict[str, object], files_each: int
+):
+    """A leader's front has six for a request that two engines of a member work on: client, worker, two ends, two links."""
+    monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the launcher sets it, until the test ends
+    asked: list[int] = []
+    monkeypatch.setattr("cloister.server.serve.fit_connections", lambda _, files_each=1: asked.append(files_each))
+    monkeypatch.setattr("cloister.trust.hardening.launching.execute", lambda launch: None)
+    launch_sealed(resolve_settings({"sealed": True, "max_num_seqs": 8, **unit}), ())
+    assert asked == [files_each]
 
 
 def test_settings_become_evidence(model: Path, tmp_path: Path):

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import replace
 
 import msgspec
@@ -15,7 +16,7 @@ import pytest
 
 from cloister.private.attesting import MemberAttester
 from cloister.private.unit.membership import MAX_UNPROVED, UnitLeader
-from cloister.private.unit.pairing import LeaderHandshake, UnitRefusedError
+from cloister.private.unit.pairing import LeaderHandshake, Pair, UnitRefusedError
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import (
     AttestationError,
@@ -392,6 +393,72 @@ def test_a_leader_whose_statement_does_not_list_the_member_is_refused(clock: Clo
     asyncio.run(run())
 
 
+def test_a_stranger_with_a_leaders_evidence_has_nothing_verified(clock: Clock, monkeypatch: pytest.MonkeyPatch):
+    leader, member, thief = Machine(clock), Machine(clock), Machine(clock)
+    judged: list[bytes] = []
+
+    async def run() -> None:
+        async with running_member(member):
+            async with running_leader(leader, [member.port]):
+                await until(lambda: member.pairs)
+                document = leader.document
+            await until(lambda: not member.pairs)
+            monkeypatch.setattr(PeerVerifier, "judge_leader", lambda _, document, *__: judged.append(document))
+            reader, writer = await asyncio.open_connection("127.0.0.1", member.port)
+            handshake = LeaderHandshake(thief.key)
+            writer.write(b"j" + frame(handshake.hello))
+            handshake.read_offer(await read_frame(reader))
+            writer.write(frame(handshake.claim(member.key.public, 1, document)))
+            assert b"does not prove that it holds the key" in await read_frame(reader)
+            writer.close()
+            assert not judged
+
+    asyncio.run(run())
+
+
+def test_a_leader_says_that_its_statement_does_not_list_a_member_yet(clock: Clock, caplog: pytest.LogCaptureFixture):
+    attester = FailingAttester()
+    leader, first, second = Machine(clock, attester=attester), Machine(clock), Machine(clock)
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as of_first:
+            await of_first.enter_async_context(running_member(first))
+            async with running_leader(leader, [first.port]):
+                await until(lambda: leader.pairs)
+                attester.is_broken = True
+                await of_first.aclose()
+                async with running_member(second, port=first.port):
+                    await until(lambda: "is not used: this node's statement does not list it" in caplog.text)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
+def test_an_error_of_the_program_with_one_member_does_not_end_the_others(
+    clock: Clock, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    leader, good, bad = Machine(clock), Machine(clock), Machine(clock)
+    claim = LeaderHandshake.claim
+
+    def fail_for_second(handshake: LeaderHandshake, member_key: bytes, index: int, evidence: bytes) -> bytes:
+        if index == 2:
+            raise ValueError("of an error in the program")
+        return claim(handshake, member_key, index, evidence)
+
+    monkeypatch.setattr(LeaderHandshake, "claim", fail_for_second)
+
+    async def run() -> None:
+        async with running_member(good), running_member(bad), running_leader(leader, [good.port, bad.port]):
+            await until(lambda: "ValueError" in caplog.text)
+            await until(lambda: leader.pairs)
+            assert not bad.pairs
+            monkeypatch.undo()
+            await until(lambda: bad.pairs and len(leader.pairs) == 2)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
 def test_a_member_that_is_named_twice_is_found_out(clock: Clock):
     leader, member = Machine(clock), Machine(clock)
 
@@ -402,6 +469,65 @@ def test_a_member_that_is_named_twice_is_found_out(clock: Clock):
                     raise AssertionError("it started")
 
     asyncio.run(run())
+
+
+def test_members_that_exchange_their_addresses_are_paired_again(clock: Clock):
+    leader, first, second = Machine(clock), Machine(clock), Machine(clock)
+
+    async def run() -> None:
+        async with contextlib.AsyncExitStack() as stack:
+            for member in (first, second):
+                await stack.enter_async_context(running_member(member))
+            ways = [await stack.enter_async_context(forwarding(member.port)) for member in (first, second)]
+            await stack.enter_async_context(running_leader(leader, [way.port for way in ways]))
+            await until(lambda: len(leader.pairs) == 2)
+            old, stated_before = set(leader.pairs), stated(leader).unit_members
+            ways[0].target, ways[1].target = second.port, first.port
+            for way in ways:
+                way.cut()
+            await until(lambda: len(leader.pairs) == 2 and not old & set(leader.pairs))
+            assert stated(leader).unit_members == stated_before, "none was left out meanwhile: it would not be used for an hour"
+            await until(lambda: first.pairs and second.pairs)
+            assert [pair.index for member in (first, second) for pair in member.pairs.values()] == [2, 1]
+
+    asyncio.run(run())
+
+
+class Forwarder:
+    """Passes connections on to a port of this machine, which may change."""
+
+    def __init__(self, target: int) -> None:
+        self.target, self.port = target, 0
+        self.writers: list[asyncio.StreamWriter] = []
+
+    async def forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self.target)
+        self.writers += [writer, far_writer]
+        await asyncio.gather(pass_on(reader, far_writer), pass_on(far_reader, writer))
+
+    def cut(self) -> None:
+        for writer in self.writers:
+            writer.transport.abort()
+
+
+async def pass_on(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(OSError):
+        while data := await reader.read(2**16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+
+
+@contextlib.asynccontextmanager
+async def forwarding(target: int) -> AsyncIterator[Forwarder]:
+    forwarder = Forwarder(target)
+    server = await asyncio.start_server(forwarder.forward, "127.0.0.1", 0)
+    forwarder.port = server.sockets[0].getsockname()[1]
+    try:
+        yield forwarder
+    finally:
+        forwarder.cut()
+        server.close()
 
 
 def test_a_member_serves_one_leader_and_another_one_waits_until_it_has_ended(clock: Clock, caplog: pytest.LogCaptureFixture):
@@ -419,6 +545,32 @@ def test_a_member_serves_one_leader_and_another_one_waits_until_it_has_ended(clo
                 await of_first.aclose()
                 await until(lambda: second.pairs and set(member.pairs) == set(second.pairs))
                 assert member.lost == [pair_id]
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+
+
+def test_a_member_without_descriptors_for_its_leader_keeps_none_that_it_does_not_serve(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    first, second, member = Machine(clock), Machine(clock), Machine(clock)
+    paired, is_full = member.paired, True
+
+    def pair_later(pair: Pair) -> None:
+        paired(pair)
+        if is_full:
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    member.paired = pair_later  # type: ignore[method-assign]
+
+    async def run() -> None:
+        nonlocal is_full
+        async with running_member(member):
+            async with running_leader(first, [member.port]):
+                await until(lambda: "refuses: this member cannot serve a leader now (Too many open files)" in caplog.text)
+            is_full = False
+            async with running_leader(second, [member.port]):
+                await until(lambda: second.pairs and set(second.pairs) == set(member.pairs))
 
     with caplog.at_level(logging.WARNING):
         asyncio.run(run())
@@ -443,6 +595,34 @@ def test_a_leader_that_lost_its_connection_gets_a_new_one(clock: Clock):
             await until(lambda: leader.pairs and set(leader.pairs) == set(member.pairs))
 
     asyncio.run(run())
+
+
+def test_a_leader_without_descriptors_for_a_member_renews_its_evidence_and_uses_it_later(
+    clock: Clock, caplog: pytest.LogCaptureFixture
+):
+    leader, member = Machine(clock), Machine(clock)
+    pairs = iter([False, True])
+    paired = leader.paired
+
+    def pair_later(pair: Pair) -> None:
+        paired(pair)
+        if not next(pairs):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+    async def run() -> None:
+        async with running_member(member), running_leader(leader, [member.port]) as unit:
+            await until(lambda: leader.pairs)
+            (pair_id,) = leader.pairs
+            leader.pairs.clear()
+            unit._on_pair, unit._members[0].is_used = pair_later, False  # as if it were not used yet
+            unit.take_evidence(leader.document)
+            assert leader.lost == [pair_id]
+            await until(lambda: leader.pairs and set(leader.pairs) == set(member.pairs) != {pair_id})
+            assert stated(leader).unit_members == (member.key.digest,)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
+    assert "cannot reach its engines (Too many open files)" in caplog.text
 
 
 def test_a_machine_on_the_leaders_chip_is_refused_and_one_on_another_is_not(clock: Clock):
@@ -490,6 +670,28 @@ def test_a_machine_of_another_measurement_than_the_release_names_is_refused(cloc
     asyncio.run(run())
 
 
+def test_the_operators_policy_accepts_no_other_register_of_the_release_and_no_other_kind_of_hardware(clock: Clock):
+    platform = SnpPlatform()
+    trusted = {**VERIFIERS, "sev-snp": SnpVerifier(platform.roots)}
+    elsewhere = SnpPlatform(chip_id=bytes(range(65, 129)))
+    lax = replace(FLOOR, kinds=frozenset({"tdx", "nitro", "sev-snp"}), measurements={"sev-snp": frozenset({"4d" * 48})})
+    member = Machine(clock, attester=SnpAttester(platform))
+
+    async def run() -> None:
+        async with running_member(member):
+            made = replace(member.announcer.make_verifier(gpu=False), own=SnpAttester(elsewhere).attest(b""), verifiers=trusted)
+            made = replace(made, policy=lax, facts=replace(FACTS, launch={"sev-snp": "4d" * 48}))
+            assert made.judge_member(member.document, clock.now).unit_key == member.key.public, "it is good otherwise"
+            other_release = replace(made, facts=replace(FACTS, launch={"sev-snp": "4e" * 48}))
+            other_kind = replace(made, own=SoftwareAttester().attest(b""))
+            for verifier, reason in ((other_release, "measurement"), (other_kind, "kind")):
+                with pytest.raises(UnitRefusedError) as refused:
+                    verifier.judge_member(member.document, clock.now)
+                assert refused.value.reason == reason, refused.value.message
+
+    asyncio.run(run())
+
+
 def test_an_attested_machine_without_the_clouds_member_key_is_refused(clock: Clock):
     """That a machine is attested does not make it the operator's."""
     key, other = (PrivateKey.generate("node1.example", Kind.NOTE) for _ in range(2))
@@ -531,6 +733,39 @@ def test_connections_that_prove_nothing_take_nobodys_place_for_long(clock: Clock
                     writer.close()
 
     asyncio.run(run())
+
+
+def test_connections_that_come_in_bursts_are_bounded_too(clock: Clock):
+    member = Machine(clock)
+
+    async def run() -> None:
+        async with running_member(member, times=replace(TIMES, handshake_s=600)):
+            with contextlib.ExitStack() as stack:
+                strangers: list[socket.socket] = []
+                for _ in range(6):
+                    burst = [stack.enter_context(socket.socket()) for _ in range(MAX_UNPROVED - 1)]
+                    for one in burst:
+                        one.setblocking(False)
+                        with contextlib.suppress(BlockingIOError):
+                            one.connect(("127.0.0.1", member.port))
+                    strangers += burst
+                    await asyncio.sleep(0.05)
+                    for one in burst[::2]:
+                        with contextlib.suppress(OSError):
+                            one.send(b"j")
+                await until(lambda: sum(map(is_open, strangers)) <= MAX_UNPROVED)
+                assert all(is_open(one) for one in strangers[-MAX_UNPROVED:]), "the oldest go first"
+
+    asyncio.run(run())
+
+
+def is_open(sock: socket.socket) -> bool:
+    try:
+        return sock.recv(1, socket.MSG_PEEK) != b""
+    except BlockingIOError:
+        return True
+    except OSError:
+        return False
 
 
 @pytest.mark.parametrize(
@@ -617,6 +852,30 @@ def test_members_whose_evidence_does_not_fit_keep_the_node_from_starting(clock: 
             assert leader.announcer.evidence() is None
 
     asyncio.run(run())
+
+
+def test_a_member_whose_evidence_has_grown_is_left_out_and_the_leaders_goes_on(clock: Clock, caplog: pytest.LogCaptureFixture):
+    attester = BigAttester(1, 100)
+    leader, small, growing = Machine(clock), Machine(clock, attester=BigAttester(1, 150_000)), Machine(clock, attester=attester)
+
+    async def run() -> None:
+        async with running_member(small), running_member(growing), running_leader(leader, [small.port, growing.port]):
+            await until(lambda: len(leader.pairs) == 2)
+            attester.extra = {"collateral-0": bytes(150_000)}
+            await pass_time(clock, NODE_KEY_LIFE_S, leader, small, growing)
+            await until(lambda: stated(leader).unit_members == (small.key.digest,))
+            await until(lambda: {pair.index for pair in leader.pairs.values()} == {1})
+            assert leader.judged().accepted, failures(leader.judged())
+            await until(lambda: "name fewer members in --unit-members; it is left out" in caplog.text)
+            told = len(caplog.records)
+            await asyncio.sleep(0.2)
+            assert len(caplog.records) == told, "once"
+            attester.extra = {}
+            await pass_time(clock, 2 * NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S, leader, small, growing)
+            await until(lambda: len(leader.pairs) == 2)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(run())
 
 
 class FailingAttester(SoftwareAttester):

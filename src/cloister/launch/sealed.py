@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Final, NoReturn
 
 from cloister.engine.machine import return_free_memory
 from cloister.launch.app import describe_start
@@ -28,6 +28,10 @@ from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:
     from cloister.server.serve import ServerApp
+
+FILES_OF_CARRIED_REQUEST: Final = 6
+"""What a leader's front holds open for one: its client, its worker, and for each of the two engines that compute its prompt and
+its answer a worker's end and a TCP connection."""
 
 
 def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
@@ -56,7 +60,8 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     # each engine may have a channel of every worker, and no process of the node may raise its limit later; the front carries
     # those from and to other machines
     is_in_unit = members or front.unit_port is not None
-    fit_connections(count_engines(front) * config.max_num_seqs + WAITING_WORKERS, files_each=3 if is_in_unit else 1)
+    files_each = FILES_OF_CARRIED_REQUEST if is_in_unit else 1
+    fit_connections(count_engines(front) * config.max_num_seqs + WAITING_WORKERS, files_each=files_each)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
     execute(
         Launch(
@@ -181,7 +186,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         pool.close()
 
     def find_fault() -> str | None:
-        return pool.fault or engine.fault() or (None if machine is None else machine.fault)
+        return pool.fault or engine.fault() or announcer.fault or (None if machine is None else machine.fault)
 
     drained = engine if machine is None else DrainedMachine(machine, engine)
     return ServerApp(app, drained, (), close, find_fault)

@@ -32,8 +32,10 @@ from cloister.trust.transparency.membership import sign_member
 from cloister.trust.transparency.note import PrivateKey
 from cloister.types.config import ATTESTING, ServerConfig, parse_unit_members
 from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.logs import describe
 
 LOOK_EVERY_S: Final = 5.0
+BROKEN: Final = "the part of this node that renews its evidence has failed; start the node again"
 
 _logger = logging.getLogger(__name__)
 
@@ -239,7 +241,12 @@ class Announcer:
         read_checkpoint: returns the latest witnessed checkpoint of the log, empty if there is none.
         now: returns Unix seconds.
         unit_policy: what the operator accepts of other machines of the unit (`PeerVerifier`).
+
+    Attributes:
+        fault: why the node has to end: its evidence is not renewed any more. None while it is.
     """
+
+    fault: str | None = None
 
     def __init__(
         self,
@@ -334,12 +341,21 @@ class Announcer:
 
     async def renew_forever(self) -> None:
         """Refreshes periodically until cancelled. The reason for a failure is logged once, not on every attempt."""
-        while True:
-            try:
-                if await self.renew():
-                    self._last_word = ""
-            except CloisterError as error:
-                if error.message != self._last_word:
-                    _logger.error("no evidence for the new key: %s", error.message)
-                self._last_word = error.message
-            await asyncio.sleep(LOOK_EVERY_S)
+        try:
+            while True:
+                try:
+                    if await self.renew():
+                        self._last_word = ""
+                except CloisterError as error:
+                    self._say(error.message)
+                except OSError as error:  # no descriptors are left
+                    self._say(error.strerror or type(error).__name__)
+                await asyncio.sleep(LOOK_EVERY_S)
+        except Exception as error:
+            _logger.critical("no evidence for new keys any more: %s", describe(error))
+            self.fault = BROKEN
+
+    def _say(self, why: str) -> None:
+        if why != self._last_word:
+            _logger.error("no evidence for the new key: %s", why)
+        self._last_word = why

@@ -17,6 +17,8 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
+import msgspec
+
 from cloister.private.unit.pairing import (
     CARRY,
     JOIN,
@@ -32,17 +34,25 @@ from cloister.private.unit.pairing import (
     digest_of,
     encode_refusal,
 )
-from cloister.private.unit.peer_verification import PeerVerifier
+from cloister.private.unit.peer_verification import PeerVerifier, read_leader_key
 from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_EXTRAS
+from cloister.trust.attestation.unit import member_extra
+from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import ConfigError
+from cloister.types.logs import describe
 
 MAX_UNPROVED: Final = 32
 """Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
 LAST_WORDS_S: Final = 1.0
 SAY_EVERY_S: Final = 5.0
 """Least time between two lines about refused leaders in a member's log."""
+MARGIN_BYTES: Final = 4096
+"""What a node's next statement may be longer than those that it knows: the log's checkpoint has more witnesses, say."""
+LISTED_BYTES: Final = 128
+"""What a statement and evidence have for each member besides its document: a digest, and a name."""
+_OF_MEMBERS: Final = frozenset(member_extra(number) for number in range(1, MAX_UNIT_MEMBERS + 1))
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
 
@@ -112,7 +122,9 @@ class _Member:
         document, statement: its verified evidence; None before.
         pair: while both have proved themselves on a connection that lives.
         is_used: whether its engines were handed to workers.
-        is_withdrawn: whether they were, and are not any more: the connection ends, and the next one has a pair of its own.
+        withdrawn: why they are not any more: the connection ends, and the next one has a pair of its own. Empty: they are, or
+            never were.
+        excess: why the next statement does not list it, though its evidence is good. Empty: it does.
     """
 
     index: int
@@ -121,7 +133,8 @@ class _Member:
     statement: Statement | None = None
     pair: Pair | None = None
     is_used: bool = False
-    is_withdrawn: bool = False
+    withdrawn: str = ""
+    excess: str = ""
     last_word: str = ""
 
     @property
@@ -142,8 +155,8 @@ class UnitLeader:
         addresses: unit ports of the members, (IP address, port).
         verifier: judges their evidence.
         num_engines: engines of this machine, and so of each.
-        on_pair: called when a member has become usable.
-        on_lost: called with the id of a pair whose member is not usable any more.
+        on_pair: called when a member has become usable. If it raises OSError, the pair is lost, and made again later.
+        on_lost: called with the id of a pair whose member is not usable any more, also if `on_pair` failed for it.
         now: returns Unix seconds.
     """
 
@@ -167,6 +180,7 @@ class UnitLeader:
         self._now = now
         self._times = times
         self._document = b""
+        self._own = verifier.own
         self._stated: list[_Stated] = []
 
     async def start(self, deadline_s: float) -> None:
@@ -181,18 +195,26 @@ class UnitLeader:
                 clients read.
         """
         await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
-        self._check_size()
+        if (why := self._find_excess(self._members)) is not None:
+            raise UnitRefusedError("size", why)
 
     def list_members(self) -> UnitListing:
         """See `UnitSide.list_members`."""
-        listed = [(member.digest, member.document, member.statement) for member in self._members if self._is_listed(member)]
-        ends_s = min((statement.not_after for _, _, statement in listed if statement is not None), default=None)
-        return UnitListing(tuple(sorted(digest for digest, _, _ in listed)), tuple(one for _, one, _ in listed), ends_s)
+        listed: list[_Member] = []
+        for member in filter(self._is_listed, self._members):
+            why = self._find_excess([*listed, member])
+            member.excess = "" if why is None else f"{why}; it is left out"
+            if why is None:
+                listed.append(member)
+        ends_s = min((member.statement.not_after for member in listed if member.statement is not None), default=None)
+        documents = tuple(member.document for member in listed)
+        return UnitListing(tuple(sorted(member.digest for member in listed)), documents, ends_s)
 
     def take_evidence(self, document: bytes) -> None:
         """See `UnitSide.take_evidence`."""
-        statement = read_statement(read_evidence(document).statement)
-        self._document = document
+        evidence = read_evidence(document)
+        statement = read_statement(evidence.statement)
+        self._document, self._own = document, evidence
         ended_s = self._now() - MAX_CLOCK_SKEW_S
         self._stated = [one for one in self._stated if one.ends_s > ended_s]
         self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
@@ -204,19 +226,21 @@ class UnitLeader:
             for member in self._members:
                 group.create_task(self._keep(member))
 
-    def _check_size(self) -> None:
-        """Refuses members whose evidence does not fit into this node's, where it is in base64. Statements of one configuration
-        have one length."""
-        statements = [read_evidence(member.document).statement for member in self._members]
-        parts = [*(member.document for member in self._members), max(statements, key=len, default=b"")]
-        size = len(self._verifier.own.encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
-        num_extras = len(self._verifier.own.extra) + len(self._members)
-        if size > MAX_EVIDENCE_BYTES or num_extras > MAX_EXTRAS:
-            raise UnitRefusedError(
-                "size",
-                f"the evidence of this node and its {len(self._members)} members has {size} bytes and {num_extras} parts, and "
-                f"clients read at most {MAX_EVIDENCE_BYTES} and {MAX_EXTRAS}; name fewer members in --unit-members",
-            )
+    def _find_excess(self, members: Sequence[_Member]) -> str | None:
+        """Returns why this node's evidence with that of these members, in base64, is more than clients read; None if it is not.
+        Statements of one configuration have about one length, and certificates of one maker."""
+        own = msgspec.structs.replace(self._own, extra={n: v for n, v in self._own.extra.items() if n not in _OF_MEMBERS})
+        statements = [own.statement, *(read_evidence(member.document).statement for member in members)]
+        parts = [*(member.document for member in members), max(statements, key=len)]
+        size = len(msgspec.structs.replace(own, statement=b"").encode()) + sum(4 * (len(part) // 3 + 1) for part in parts)
+        size += MARGIN_BYTES + LISTED_BYTES * len(members)
+        num_extras = len(own.extra) + len(members)
+        if size <= MAX_EVIDENCE_BYTES and num_extras <= MAX_EXTRAS:
+            return None
+        return (
+            f"the evidence of this node and {len(members)} members has {size} bytes and {num_extras} parts, and clients read "
+            f"at most {MAX_EVIDENCE_BYTES} and {MAX_EXTRAS}; name fewer members in --unit-members"
+        )
 
     def _is_listed(self, member: _Member) -> bool:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
@@ -229,12 +253,19 @@ class UnitLeader:
     def _use_members(self) -> None:
         for member in self._members:
             may_use = self._may_use(member)
-            if member.pair is not None and may_use and not member.is_used and not member.is_withdrawn:
+            if member.pair is not None and may_use and not member.is_used and not member.withdrawn:
                 member.is_used = True
-                self._on_pair(member.pair)
+                try:
+                    self._on_pair(member.pair)
+                except OSError as error:  # no descriptors are left; the node's evidence is renewed all the same
+                    self._withdraw(member, f"this node cannot reach its engines ({error.strerror or type(error).__name__})")
             elif member.pair is not None and member.is_used and not may_use:
-                member.is_used, member.is_withdrawn = False, True
-                self._on_lost(member.pair.id)
+                self._withdraw(member, member.excess or "it does not renew its evidence; its log says why")
+
+    def _withdraw(self, member: _Member, why: str) -> None:
+        assert member.pair is not None, "it was used"
+        member.is_used, member.withdrawn = False, why
+        self._on_lost(member.pair.id)
 
     async def _look(self, member: _Member, deadline_s: float) -> None:
         """Fetches a member's evidence for the first statement."""
@@ -262,6 +293,8 @@ class UnitLeader:
                 await self._stay(member)
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
                 self._say(member, _describe(error))
+            except Exception as error:  # an error in the program: it ends neither the other members nor the node
+                self._say(member, describe(error))
             await asyncio.sleep(self._times.retry_s)
 
     async def _stay(self, member: _Member) -> None:
@@ -273,10 +306,16 @@ class UnitLeader:
                 handshake = LeaderHandshake(self.key)
                 statement = await self._ask(member, handshake, reader, writer)
                 document = self._document
-                if not document or member.digest not in read_statement(read_evidence(document).statement).unit_members:
-                    return  # the next statement lists it, and is made now
+                if not document:
+                    return  # the first statement is made now, or the log says why not
+                if member.digest not in read_statement(read_evidence(document).statement).unit_members:
+                    coming = "this node's statement does not list it; the next one will, unless the log says why not"
+                    self._say(member, member.excess or coming)
+                    return
                 writer.write(_frame(handshake.claim(statement.unit_key, member.index, document)))
                 agreed = handshake.finish(await _read_frame(reader, MAX_HELLO_BYTES))
+                if member.digest != digest_of(statement.unit_key):
+                    raise UnitRefusedError("twice", "the member answered at another address meanwhile")
             records = SealedRecords(self.key.memory, agreed, is_leader=True)
             try:
                 member.pair = Pair(agreed.id, agreed.secret, member.address, member.index, self._num_engines)
@@ -303,13 +342,15 @@ class UnitLeader:
                 document = records.open(await _read_frame(reader, MAX_FRAME_BYTES + _TAG_BYTES))
             if document:
                 await self._renew(member, document)
-            if member.is_withdrawn or member.statement.not_after <= self._now():
+            if member.withdrawn:
+                raise UnitRefusedError("withdrawn", f"the member is dropped: {member.withdrawn}")
+            if member.statement.not_after <= self._now():
                 raise UnitRefusedError("expiry", "the member is dropped: it does not renew its evidence; its log says why")
             await asyncio.sleep(self._times.ping_s)
 
     def _drop(self, member: _Member) -> None:
         pair, member.pair = member.pair, None
-        was_used, member.is_used, member.is_withdrawn = member.is_used, False, False
+        was_used, member.is_used, member.withdrawn = member.is_used, False, ""
         if pair is not None and was_used:
             self._on_lost(pair.id)
 
@@ -338,8 +379,13 @@ class UnitLeader:
         self._take(member, document, statement)
 
     def _take(self, member: _Member, document: bytes, statement: Statement) -> None:
-        if any(other.digest == digest_of(statement.unit_key) for other in self._members if other is not member):
-            raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
+        for other in self._members:
+            if other is member or other.digest != digest_of(statement.unit_key):
+                continue
+            if other.pair is not None or not self._document:
+                raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
+            # it has moved to this address; the one that was here is listed on, as one that is lost is, and may be there now
+            other.document, other.statement = member.document, member.statement
         member.document, member.statement = document, statement
 
     def _say(self, member: _Member, why: str) -> None:
@@ -370,8 +416,9 @@ class UnitPort:
         carry: takes a connection over whose first byte was `CARRY`, and that byte. It returns when it has verified who is at
             the other end; the connection is then its own. If it fails, or is cancelled because it takes longer than a handshake
             may, the connection is closed here.
-        on_leader: called when a leader has proved itself.
-        on_leader_lost: called with the id of a pair whose leader is lost; nothing more may be done for it.
+        on_leader: called when a leader has proved itself. If it raises OSError, that one is refused, and may come again.
+        on_leader_lost: called with the id of a pair whose leader is lost, also if `on_leader` failed for it; nothing more may
+            be done for it.
         now: returns Unix seconds.
     """
 
@@ -425,10 +472,13 @@ class UnitPort:
                     await asyncio.sleep(self._times.retry_s)
                     continue
                 if len(self._unproved) >= MAX_UNPROVED:
-                    next(iter(self._unproved)).cancel()
+                    oldest = next(iter(self._unproved))
+                    del self._unproved[oldest]
+                    oldest.cancel()
                 task = asyncio.create_task(self._answer(sock))
                 self._tasks[task] = self._unproved[task] = None
                 task.add_done_callback(self._forget)
+                await asyncio.sleep(0)  # accepting yields to nobody while connections wait, and those that were ended stay open
         finally:
             listener.close()
             for task in list(self._tasks):
@@ -467,6 +517,9 @@ class UnitPort:
                 writer.write(_frame(encode_refusal(error.message)))
                 await writer.drain()
                 raise
+            except asyncio.CancelledError:
+                writer.transport.abort()  # its place was given to another one: no last words
+                raise
             task = asyncio.current_task()
             assert task is not None
             self._unproved.pop(task, None)
@@ -484,9 +537,9 @@ class UnitPort:
         handshake = MemberHandshake(self.key, self._document)
         writer.write(_frame(handshake.offer(hello)))
         index, document = handshake.read_claim(await _read_frame(reader, MAX_FRAME_BYTES))
-        async with self._judging:  # one at a time: anybody who reaches the port can have evidence verified
+        answer, agreed = handshake.accept(read_leader_key(document))  # before the rest: anybody can have evidence of others
+        async with self._judging:  # one at a time
             statement = await asyncio.to_thread(self._verifier.judge_leader, document, self.key.public, self._now())
-        answer, agreed = handshake.accept(statement.unit_key)
         if self._session is not None and self._session.leader_key != statement.unit_key:
             raise UnitRefusedError(
                 "has-leader", "this member has a leader, and serves one at a time; stop that one, or name another member"
@@ -505,15 +558,20 @@ class UnitPort:
     ) -> None:
         """Exchanges news with a leader that has proved itself, until it is lost or refused. An earlier connection of the same
         leader ends: it lost that one."""
-        if self._session is not None:
-            earlier, self._session = self._session, None
-            earlier.task.cancel()
-            self._on_leader_lost(earlier.pair.id)
-        self._session = session
-        self._on_leader(session.pair)
-        _logger.info("the leader of the unit has proved itself")
-        self._last_word = ""
         try:
+            if self._session is not None:
+                earlier, self._session = self._session, None
+                earlier.task.cancel()
+                self._on_leader_lost(earlier.pair.id)
+            self._session = session
+            try:
+                self._on_leader(session.pair)
+            except OSError as error:  # no descriptors are left
+                why = f"this member cannot serve a leader now ({error.strerror or type(error).__name__})"
+                writer.write(_frame(encode_refusal(why)))
+                raise UnitRefusedError("files", why) from None
+            _logger.info("the leader of the unit has proved itself")
+            self._last_word = ""
             shown = self._document
             writer.write(_frame(answer))
             while True:

@@ -11,7 +11,7 @@ A unit key is an X25519 key (RFC 7748) that a node draws at its start and that i
 from the KEM's secret, so that a quantum computer that opens X25519 opens no recorded pairing. Salted with the digest of what
 either side said, evidence included: if one byte of it was changed on the way, neither proof holds. A side proves only with its
 own label, so a proof that is sent back proves nothing. The offer's proof depends on the leader's ephemeral key: so a leader
-lists no member that is not there, whose evidence somebody else shows.
+lists a member only after that one has answered it, and not for an attacker who shows the member's evidence.
 """
 
 from __future__ import annotations

@@ -54,8 +54,9 @@ class PeerVerifier:
         gpu: whether GPUs are attested.
         member_key: the key by which the unit is a member of the cloud, which signs evidence of each of its machines; None if
             it is no member.
-        policy: what the operator accepts besides, as a client's policy does: firmware, providers, kinds of hardware. It cannot
-            accept a release, a model, settings or a profile that differ, nor software.
+        policy: what the operator accepts besides, as a client's policy does: firmware, providers, registers that the release
+            does not name. It cannot accept a release, a model, settings, a profile, a register of the release or a kind of
+            hardware that differs, nor software.
         verifiers: by kind.
     """
 
@@ -108,19 +109,17 @@ class PeerVerifier:
         return statement
 
     def _judge(self, whose: str, document: bytes, now: float) -> Statement:
+        evidence, statement = _read(whose, document)
         try:
-            evidence = read_evidence(document)
-            statement = read_statement(evidence.statement)
             findings = verify_evidence(evidence, self._policy(), now, verifiers=self.verifiers)
             chips = name_chips(evidence) if findings.accepted else frozenset()
             own_chips = name_chips(self.own)
         except (EvidenceError, AttestationError) as error:
-            raise UnitRefusedError("evidence", f"{whose} is refused: {error.message}") from None
+            raise _refuse_evidence(whose, error) from None
         for failed in findings.of(Outcome.FAILED):
             remedy = f"; {_REMEDIES[failed.slug]}" if failed.slug in _REMEDIES else ""
             raise UnitRefusedError(failed.slug, f"{whose} is refused: {failed.text}{remedy}")
-        if not statement.unit_key:
-            raise UnitRefusedError("role", f"{whose} is refused: it is no machine of a unit; start it with --unit-port")
+        _check_role(whose, statement)
         if self.member_key is not None and not is_signed_by(self.member_key, evidence):
             raise UnitRefusedError(
                 "member",
@@ -137,16 +136,45 @@ class PeerVerifier:
         """What this node demands: what it is itself. Software is accepted by a node that has nothing better to show."""
         facts = self.facts
         applied = {name.rpartition(".")[2] for name, told in self.hardening().items() if told.startswith("applied:")}
-        base = self.policy or AttestationPolicy(kinds=frozenset({self.own.kind}))
+        base = self.policy or AttestationPolicy()
         return replace(
             base,
             profile=facts.profile,
+            kinds=frozenset({self.own.kind}),
             accept_software=self.own.kind == SoftwareAttester.kind,
             releases=frozenset({facts.release}),
             models=frozenset({facts.model}),
             profile_digests=frozenset({facts.profile_digest}),
             configuration=facts.configuration,
             hardening=base.hardening | (applied - {HOST}),
-            measurements={**{name: frozenset({value}) for name, value in facts.launch.items()}, **base.measurements},
+            measurements={**base.measurements, **{name: frozenset({value}) for name, value in facts.launch.items()}},
             gpu=self.gpu or base.gpu,
         )
+
+
+def read_leader_key(document: bytes) -> bytes:
+    """Returns the unit key that evidence of a leader names; nothing is verified.
+
+    Raises:
+        UnitRefusedError: it is no evidence, or of no machine of a unit.
+    """
+    _, statement = _read("the leader", document)
+    _check_role("the leader", statement)
+    return statement.unit_key
+
+
+def _read(whose: str, document: bytes) -> tuple[Evidence, Statement]:
+    try:
+        evidence = read_evidence(document)
+        return evidence, read_statement(evidence.statement)
+    except EvidenceError as error:
+        raise _refuse_evidence(whose, error) from None
+
+
+def _check_role(whose: str, statement: Statement) -> None:
+    if not statement.unit_key:
+        raise UnitRefusedError("role", f"{whose} is refused: it is no machine of a unit; start it with --unit-port")
+
+
+def _refuse_evidence(whose: str, error: EvidenceError | AttestationError) -> UnitRefusedError:
+    return UnitRefusedError("evidence", f"{whose} is refused: {error.message}")
