@@ -327,7 +327,7 @@ def test_nothing_of_a_pair_is_left_when_it_has_ended(*, by_leader: bool) -> None
 
 
 def test_a_pair_carries_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "MAX_CARRIED", 3)  # the carrier itself is one
+    monkeypatch.setattr(carriers, "MAX_CARRIED", 2)
 
     async def run() -> None:
         async with opened() as machines:
