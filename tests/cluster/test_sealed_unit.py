@@ -95,6 +95,9 @@ class Engines:
         self.ends[index] = FarEngine(far)
         return near
 
+    def has_asked(self, num_times: int) -> bool:
+        return len(self.asked) >= num_times
+
     def kill(self, index: int) -> None:
         """Ends an engine."""
         self.running.discard(index)
@@ -346,6 +349,36 @@ def test_a_prompt_is_computed_where_prompts_are_and_its_kv_follows_to_where_the_
             assert resumed.kv_source == KVSource("sealed:0")
             assert resumed.resumption is not None
             assert resumed.resumption.token_ids == [[7]]
+
+    asyncio.run(run())
+
+
+def test_an_engine_elsewhere_that_was_to_load_kv_and_is_not_reached_brings_no_further_machine_the_answer() -> None:
+    """Engines 0, 2 and 4 compute prompts; 1, 3 and 5 go on with answers. Engine 3 does not run."""
+
+    async def run() -> None:
+        num_tried = 0
+        while num_tried < 4:
+            async with opened_unit(6, dead=(2, 3, 4), num_machines=3, prefill=1, decode=1) as (client, engines):
+                outputs: list[SequenceOutput] = []
+                client.submit(make_request(), outputs.append)
+                first = await drawn_engine(engines)
+                if engines.asked != [0]:
+                    continue  # the prompt is computed elsewhere, or was to be
+                await engines[first].read()
+                engines[first].sock.sendall(channel.frame(Outputs([], [Scheduled("r", 1.0, 0.0, 0, len(PROMPT))])))
+                await until(partial(engines.has_asked, 2))
+                if engines.asked[1] != 3:
+                    continue  # it was to be loaded by another one
+                num_tried += 1
+                await asyncio.sleep(0.01)
+                token = SequenceOutput(request_id="r", index=0, token_ids=[7])
+                events = [Progressed("r", 1, 0, 1.0, 1, True), PrefillDone("r", 1.0, (1,), 0)]
+                engines[first].sock.sendall(channel.frame(Outputs([token], events)))
+                async with asyncio.timeout(20):
+                    while not engines.ends.keys() - {0}:
+                        await asyncio.sleep(0.001)
+                assert engines.ends.keys() == {0, 1}
 
     asyncio.run(run())
 

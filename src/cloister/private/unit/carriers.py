@@ -8,9 +8,9 @@ Only the leader connects. For KV that a member's engine loads from one of the le
 and the member says over one of them which engine it is for, with a MAC too. Engines of two members load none from each other.
 
 What is carried is sealed from end to end (`engine.kv_sealed_link`): its ends agree on keys of their own, with a secret of this
-one connection that each front tells its end first. No engine and no worker has a key of another connection, and who taps the
-network, or changes, repeats or cuts what passes, reads nothing and ends it. The fronts could open what they carry, as they
-could before; both are measured.
+one connection that each front tells its end first. No engine and no worker has a key of another connection. An attacker in the
+network reads nothing, and ends a connection by changing, repeating or cutting what passes. The fronts could open what they
+carry, as they could before; both are measured.
 """
 
 from __future__ import annotations
