@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from functools import partial
@@ -94,6 +95,9 @@ class Engines:
         self.ends[index] = FarEngine(far)
         return near
 
+    def has_asked(self, num_times: int) -> bool:
+        return len(self.asked) >= num_times
+
     def kill(self, index: int) -> None:
         """Ends an engine."""
         self.running.discard(index)
@@ -102,14 +106,17 @@ class Engines:
 
 @asynccontextmanager
 async def opened_unit(
-    num_engines: int = 2, dead: tuple[int, ...] = (), **front: int
+    num_engines: int = 2, dead: tuple[int, ...] = (), num_machines: int = 1, **front: int
 ) -> AsyncIterator[tuple[RequestClient, Engines]]:
     engines, transports = Engines(set(range(num_engines)) - set(dead)), []
+    members = ",".join(f"10.0.0.{machine}:9100" for machine in range(2, num_machines + 1)) or None
     for index in range(num_engines):
-        transport = SealedWorkerTransport(Ready(MODEL, [], kv_endpoint=endpoint_of(index) if front else None))
+        ready = Ready(MODEL, [], kv_endpoint=endpoint_of(index) if front else None)
+        transport = SealedWorkerTransport(ready, index, num_engines // num_machines)
         transport.attach(partial(engines.open, index))
         transports.append(transport)
-    client = connect_engines(transports, CONFIG, ServerConfig(replicas=num_engines, **front))  # type: ignore[arg-type]
+    config = ServerConfig(replicas=num_engines // num_machines, unit_members=members, **front)  # type: ignore[arg-type]
+    client = connect_engines(transports, CONFIG, config)
     await client.start()
     await asyncio.sleep(0)
     try:
@@ -250,6 +257,59 @@ def test_a_worker_draws_no_engine_that_does_not_run_and_opens_no_channel_that_it
     asyncio.run(run())
 
 
+@pytest.mark.parametrize("num_tokens", [None, 0, 1])
+def test_an_engine_of_another_machine_that_fails_brings_no_further_machine_requests(num_tokens: int | None) -> None:
+    """None: it is not reached; else it is lost after so many tokens. Else who cuts connections to some machines, or restarts
+    them, would choose which machine opens more of the requests."""
+
+    async def run() -> None:
+        for _ in range(30):
+            dead = () if num_tokens is not None else (2, 3, 4, 5, 6, 7)
+            async with opened_unit(12, dead, num_machines=6) as (client, engines):
+                outputs: list[SequenceOutput] = []
+                client.submit(make_request(), outputs.append)
+                first = await drawn_engine(engines)
+                if num_tokens is not None:
+                    await engines[first].read()
+                    if num_tokens:
+                        engines[first].say(7, first=True)
+                        await until(partial(bool, outputs))
+                    engines.kill(first)
+                    await drawn_engine(engines)
+                if (drawn := engines.asked[0]) > 1:
+                    assert set(engines.asked) - {drawn} <= {0, 1}
+
+    asyncio.run(run())
+
+
+def test_a_request_waits_for_the_leaders_own_machine_after_one_elsewhere_has_failed() -> None:
+    async def run() -> None:
+        num_tried = 0
+        while num_tried < 3:
+            async with opened_unit(6, dead=(0,), num_machines=6) as (client, engines):
+                outputs: list[SequenceOutput] = []
+                client.submit(make_request(), outputs.append)
+                first = await drawn_engine(engines)
+                if engines.asked[0] != 0:
+                    continue  # its own machine has to be known not to run
+                num_tried += 1
+                engines.kill(first)
+                engines.running.add(first)
+                async with asyncio.timeout(20):
+                    while engines.asked.count(first) < 2 or engines.asked.count(0) < 3:
+                        await asyncio.sleep(0.001)
+                assert set(engines.asked) == {0, first}
+                engines[first].sock.setblocking(False)
+                with pytest.raises(BlockingIOError):
+                    engines[first].sock.recv(1)  # nothing is submitted to it
+                engines.running.add(0)
+                assert await drawn_engine(engines) == 0
+                assert isinstance(await engines[0].read(), Submit)
+                assert outputs == []
+
+    asyncio.run(run())
+
+
 def test_a_request_that_ends_every_engine_that_has_it_is_tried_three_times() -> None:
     async def run() -> None:
         async with opened_unit() as (client, ends):
@@ -289,6 +349,36 @@ def test_a_prompt_is_computed_where_prompts_are_and_its_kv_follows_to_where_the_
             assert resumed.kv_source == KVSource("sealed:0")
             assert resumed.resumption is not None
             assert resumed.resumption.token_ids == [[7]]
+
+    asyncio.run(run())
+
+
+def test_an_engine_elsewhere_that_was_to_load_kv_and_is_not_reached_brings_no_further_machine_the_answer() -> None:
+    """Engines 0, 2 and 4 compute prompts; 1, 3 and 5 go on with answers. Engine 3 does not run."""
+
+    async def run() -> None:
+        num_tried = 0
+        while num_tried < 4:
+            async with opened_unit(6, dead=(2, 3, 4), num_machines=3, prefill=1, decode=1) as (client, engines):
+                outputs: list[SequenceOutput] = []
+                client.submit(make_request(), outputs.append)
+                first = await drawn_engine(engines)
+                if engines.asked != [0]:
+                    continue  # the prompt is computed elsewhere, or was to be
+                await engines[first].read()
+                engines[first].sock.sendall(channel.frame(Outputs([], [Scheduled("r", 1.0, 0.0, 0, len(PROMPT))])))
+                await until(partial(engines.has_asked, 2))
+                if engines.asked[1] != 3:
+                    continue  # it was to be loaded by another one
+                num_tried += 1
+                await asyncio.sleep(0.01)
+                token = SequenceOutput(request_id="r", index=0, token_ids=[7])
+                events = [Progressed("r", 1, 0, 1.0, 1, True), PrefillDone("r", 1.0, (1,), 0)]
+                engines[first].sock.sendall(channel.frame(Outputs([token], events)))
+                async with asyncio.timeout(20):
+                    while not engines.ends.keys() - {0}:
+                        await asyncio.sleep(0.001)
+                assert engines.ends.keys() == {0, 1}
 
     asyncio.run(run())
 
@@ -433,6 +523,63 @@ def test_a_worker_that_comes_back_as_soon_as_its_prompt_is_done_keeps_its_channe
     monkeypatch.setattr(channels.channels, "_send", send_and_come_back)
     channels.channels.deliver(Outputs([], [PrefillDone("r", 1.0, (1,), 0)]))
     assert [type(message) for message in heard] == [Submit]
+
+
+def test_a_worker_that_comes_back_before_the_engine_has_ended_its_request_waits_for_that() -> None:
+    """Its connection was cut during a long step, in which the engine reads no abort."""
+    near, far = open_listener()
+    queue, workers = InputQueue(), list[socket.socket]()
+    channels = SealedChannels(far, queue, max_num_seqs=4)
+    reading = threading.Thread(target=channels.run)
+    reading.start()
+
+    def link(*messages: FrontMessage) -> socket.socket:
+        one, other = socket.socketpair()
+        with other:
+            socket.send_fds(near, [CONNECT], [other.fileno()])
+        one.settimeout(20.0)
+        one.sendall(b"".join(map(channel.frame, messages)))
+        workers.append(one)
+        return one
+
+    async def run() -> None:
+        heard: list[FrontMessage] = []
+
+        def received() -> list[FrontMessage]:
+            heard.extend(queue.take())
+            return heard
+
+        async def hears(num_messages: int) -> list[FrontMessage]:
+            await until(lambda: len(received()) >= num_messages)
+            return heard
+
+        first = link(Submit(make_request()))
+        await hears(1)
+        first.close()
+        assert await hears(2) == [Submit(make_request()), Abort("r")]
+        link(Submit(make_request())).close()  # cut too
+        again = link(Submit(make_request()), Abort("r"))
+        await until(lambda: "r" in channels._later and len(channels._later["r"].messages) == 2)
+        assert link(Submit(make_request())).recv(1) == b""  # of another one: it is not its turn
+        assert len(await hears(2)) == 2
+        end = Ended("r", 1, 0, 1.0, FinishReason.ABORT, len(PROMPT), 0, 0, 0.0, 0.5, last=True)
+        channels.deliver(Outputs([], [end]))
+        assert (await hears(4))[2:] == [Submit(make_request()), Abort("r")]
+        channels.deliver(Outputs([], [end]))
+        frame = await asyncio.to_thread(channel.receive_blocking, again)
+        assert isinstance(channel.decode_engine(frame or b""), Outputs)
+
+    try:
+        asyncio.run(run())
+    finally:
+        near.close()
+        reading.join(20)
+        for sock in (far, *workers, channels._wake_sender, channels._wake_receiver):
+            sock.close()
+        for key in list(channels._selector.get_map().values()):
+            if isinstance(key.fileobj, socket.socket):
+                key.fileobj.close()
+        channels._selector.close()
 
 
 def test_an_engine_that_may_lock_no_memory_serves_workers_of_its_own_machine(

@@ -231,13 +231,25 @@ def test_a_connection_that_is_cut_again_and_again_loses_nothing() -> None:
     async def run() -> None:
         async with opened() as machines:
             expected = await expected_of(machines)
-            # a hundred bytes a token: each connection brings at least as many tokens as clear a request of a suspicion
             limits = [4000, 8000, 16000]
             machines.tap.change = lambda connection, way, data: (
                 None if connection < 3 and len(machines.tap.heard[connection][1]) > limits[connection] else data
             )
             assert await machines.answer() == expected
             assert len(machines.tap.heard) == 4
+
+    asyncio.run(run())
+
+
+def test_connections_that_are_cut_before_they_bring_much_accuse_no_request() -> None:
+    async def run() -> None:
+        async with opened() as machines:
+            expected = await expected_of(machines)
+            machines.tap.change = lambda connection, way, data: (
+                None if connection < 5 and len(machines.tap.heard[connection][1]) > 300 else data
+            )
+            assert await machines.answer() == expected
+            assert len(machines.tap.heard) == 6
 
     asyncio.run(run())
 
@@ -315,7 +327,7 @@ def test_nothing_of_a_pair_is_left_when_it_has_ended(*, by_leader: bool) -> None
 
 
 def test_a_pair_carries_a_bounded_number_of_connections(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(carriers, "MAX_CARRIED", 3)  # the carrier itself is one
+    monkeypatch.setattr(carriers, "MAX_CARRIED", 2)
 
     async def run() -> None:
         async with opened() as machines:

@@ -4,8 +4,10 @@ fails. Both machines are this one; steps of the engines are made by the test."""
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,8 @@ from cloister.engine.kv_unit import UNREACHED, KVUnit, relative_endpoint
 from cloister.engine.locked_keys import LockedKeys
 from cloister.kv import KVSealer
 from cloister.kv.objects import KVObject
-from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
+from cloister.private.unit import carriers
+from cloister.private.unit.carriers import NUM_RESERVED, LeaderCarriers, MemberCarriers
 from cloister.private.unit.pairing import CARRY, Pair, UnitRefusedError
 from cloister.text import Tokenizer
 from cloister.types.events import KVLoaded
@@ -73,6 +76,24 @@ class TwoMachines:
                 sock.close()
                 if not isinstance(error, UnitRefusedError | OSError):
                     raise
+
+    def link(self, machine: int) -> socket.socket:
+        """Opens a link to the other machine's engine, as an engine of this one does; returns its end."""
+        near, far = socket.socketpair()
+        near.settimeout(20.0)
+        with far:
+            socket.send_fds(self.units[machine]._carriers[1], [b"+"], [far.fileno()])
+        return near
+
+    def lose_reserve(self) -> None:
+        """Ends the connections that the leader keeps in reserve, as an outage does, and waits until it has made others."""
+        num_heard = len(self.tap.heard)
+        self._do(self._lose_reserve())
+        self._do(wait_until(lambda: len(self.tap.heard) >= num_heard + NUM_RESERVED and self.member._reserve.full()))
+
+    async def _lose_reserve(self) -> None:
+        for link, _ in list(self.member._reserve._queue):  # type: ignore[attr-defined]
+            link.shutdown(socket.SHUT_RDWR)
 
     def part(self) -> None:
         """Ends the pair, on the member's side."""
@@ -215,3 +236,51 @@ def test_the_member_has_connections_for_one_load_after_another(
 )
 def test_each_machine_numbers_engines_in_its_own_way(endpoint: str, target: int, found: str) -> None:
     assert relative_endpoint(endpoint, target, 2) == found
+
+
+def test_an_outage_that_ends_reserved_connections_ends_no_load_after_it(
+    monkeypatch: pytest.MonkeyPatch, machines: TwoMachines
+) -> None:
+    monkeypatch.setattr(carriers, "RESERVE_PAUSE_S", 0.1)
+    machines.lose_reserve()
+    for _ in range(NUM_RESERVED + 1):
+        with machines.link(1) as end:
+            assert len(end.recv(32)) == 32
+    num_heard = len(machines.tap.heard)
+    time.sleep(0.5)
+    assert len(machines.tap.heard) <= num_heard + 1  # the leader makes no more than are taken
+
+
+def test_a_reserved_connection_that_has_ended_is_passed_over(monkeypatch: pytest.MonkeyPatch, machines: TwoMachines) -> None:
+    monkeypatch.setattr(carriers, "RESERVE_PAUSE_S", 0.1)
+    machines._do(machines._lose_reserve())  # and at once, before others have taken their places:
+    with machines.link(1) as end:
+        assert len(end.recv(32)) == 32
+
+
+def num_open(path: str) -> int:
+    """Returns how many descriptors of this process are of a file."""
+    return sum(os.path.realpath(f"/proc/self/fd/{number}") == path for number in os.listdir("/proc/self/fd"))
+
+
+@pytest.mark.parametrize("machine", [0, 1])
+def test_a_descriptor_that_is_no_socket_ends_nothing_and_is_closed(machines: TwoMachines, machine: int) -> None:
+    before = num_open(os.devnull)
+    with open(os.devnull) as file:
+        for _ in range(3):
+            socket.send_fds(machines.units[machine]._carriers[1], [b"+"], [file.fileno()])
+    with machines.link(machine) as end:
+        assert len(end.recv(32)) == 32
+    assert num_open(os.devnull) == before
+
+
+def test_links_for_kv_take_no_channel_from_workers(monkeypatch: pytest.MonkeyPatch, machines: TwoMachines) -> None:
+    monkeypatch.setattr(carriers, "MAX_CARRIED_KV", 2)
+    ends = [machines.link(0) for _ in range(4)]
+    assert sorted(len(end.recv(32)) for end in ends) == [0, 0, 32, 32]
+    [carried] = machines.leader._pairs.values()
+    assert carried.is_full(carriers.KV_LINK)
+    assert not carried.is_full(carriers.CHANNEL)
+    for end in ends:
+        end.close()
+    machines._do(wait_until(lambda: not carried.is_full(carriers.KV_LINK)))

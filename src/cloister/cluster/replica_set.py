@@ -388,7 +388,7 @@ class ReplicaSet(RequestClient):
         request_id = found.request.request_id
         if self._verifier.has_sent(request_id):
             return False  # it asks this replica, and waits for its next engine
-        placement = self._routing.find_place(found)
+        placement = self._find_next(lost, found)
         if placement is None:
             return False
         self._moves.shadows.stop(request_id)
@@ -397,6 +397,10 @@ class ReplicaSet(RequestClient):
         self._verifier.forget(request_id)
         self._replicas[placement.index].adopt(found)
         return True
+
+    def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
+        """Returns where a request of a lost replica goes on; None if nowhere for now."""
+        return self._routing.find_place(found)
 
     async def _diagnose(self, hung: int, stack: StackTrace) -> None:
         """Logs where a replica hangs, and replaces those with it that make no step either and hang at the same place."""

@@ -73,6 +73,7 @@ class ReplicaStates:
         model: that of new requests, once engines have started.
         roles: of each replica.
         draining: those that get no requests, because somebody empties them.
+        given_up: those that get no requests any more, because others have failed (`cluster.sealed_unit`).
         standby: those that get no requests until another one is lost.
         stopped: those that have no engine, because fewer are enough.
         adding, removing: those that get an engine or lose theirs at present.
@@ -100,6 +101,7 @@ class ReplicaStates:
         self.clients = clients
         self.roles: list[Role] = list(config.roles) or ["mixed"] * num_replicas
         self.draining: set[int] = set()
+        self.given_up: set[int] = set()
         self.standby = set(range(num_replicas - config.num_standby, num_replicas))
         self.stopped: set[int] = set()
         self.adding: set[int] = set()
@@ -183,7 +185,7 @@ class ReplicaStates:
     @property
     def unavailable(self) -> set[int]:
         """Those that get no requests, however their engines are."""
-        return self.draining | self._verifier.odd | self.standby | self.scaled
+        return self.draining | self._verifier.odd | self.standby | self.scaled | self.given_up
 
     @property
     def scaled(self) -> set[int]:

@@ -56,13 +56,16 @@ class RequestRouting:
             raise EngineError(ALL_DRAINED)
         return RoutingDecision(running[0] if running else others[0])
 
-    def find_place(self, found: InFlightRequest, but: int | None = None) -> RoutingDecision | None:
+    def find_place(
+        self, found: InFlightRequest, but: int | None = None, among: list[ReplicaSnapshot] | None = None
+    ) -> RoutingDecision | None:
         """Returns where an accepted request can go on; None if nowhere.
 
         Args:
             but: a replica that is left out.
+            among: all that it may go to, whether they accept requests or not; None: those that do.
         """
-        accepting = self._states.able(found, but)
+        accepting = self._states.able(found, but) if among is None else among
         if self._router is None or not accepting:
             return None
         if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:

@@ -2,6 +2,9 @@
 
 The front starts and watches them, and sees no request. The worker of a request draws an engine by capacity, gets a channel to
 it, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
+
+Where a unit has several machines, an attacker in the network, or an operator of a member, can have any connection fail. So a
+request that has lost an engine elsewhere goes on in the leader's own machine only: that brings no further machine requests.
 """
 
 from __future__ import annotations
@@ -12,10 +15,12 @@ from typing import Final
 
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig
-from cloister.cluster.roles import assign_roles
+from cloister.cluster.request_routing import MakeRouter
+from cloister.cluster.roles import RoutingDecision, assign_roles
 from cloister.cluster.routers import ROUTERS, Router
 from cloister.cluster.routers.base import RouterContext
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
+from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.kv_unit import KVUnit
 from cloister.kv import PrefixKeys
 from cloister.types.config import EngineConfig, ServerConfig, parse_unit_members
@@ -45,6 +50,35 @@ class SealedUnit(ReplicaSet):
         return next((fault for replica in self._replicas if (fault := replica.fault()) is not None), None)
 
 
+class WorkerUnit(ReplicaSet):
+    """The engines as the worker of one request draws among them.
+
+    Args:
+        num_own: engines of the leader's own machine, which come first.
+    """
+
+    def __init__(
+        self, replicas: Sequence[EngineClient], make_router: MakeRouter, roles: ClusterConfig, block_size: int, num_own: int
+    ) -> None:
+        self._num_own = num_own
+        super().__init__(replicas, make_router, roles, block_size, avoids_slow=False)
+
+    def _connect(self, index: int, replica: EngineClient) -> None:
+        super()._connect(index, replica)
+        if index >= self._num_own:
+            replica.after_failure = self._stay_home
+
+    def _stay_home(self) -> None:
+        """An engine elsewhere has failed: this worker draws none of another machine any more."""
+        self._states.given_up.update(range(self._num_own, len(self._replicas)))
+
+    def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
+        placement = super()._find_next(lost, found)
+        if placement is None and lost >= self._num_own:  # it waits for an engine of this machine, for as long as it has time
+            return self._routing.find_place(found, among=[self._states.snapshot(index) for index in range(self._num_own)])
+        return placement
+
+
 def count_engines(front: ServerConfig) -> int:
     """Returns how many engines a unit has, on all of its machines."""
     return front.replicas * (1 + len(parse_unit_members(front.unit_members)))
@@ -63,6 +97,6 @@ def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineC
 
     num_machines = len(clients) // front.replicas
     roles = tuple(assign_roles(front.replicas, front.prefill, front.decode)) * num_machines
-    unit = ReplicaSet(clients, make_router, ClusterConfig(roles), config.block_size, avoids_slow=False)
+    unit = WorkerUnit(clients, make_router, ClusterConfig(roles), config.block_size, front.replicas)
     unit.model, unit.memory, unit.startup = clients[0].model, clients[0].memory, clients[0].startup  # needed before the start
     return unit

@@ -32,7 +32,7 @@ from cloister.engine.request_client import Health, RequestClient
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
 from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
-from cloister.engine.transports import StackSource, Transport
+from cloister.engine.transports import SealedWorkerTransport, StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError, EngineError
@@ -94,6 +94,7 @@ class EngineClient(RequestClient):
         exchanges_kv: whether its engines give KV to other engines, and load theirs.
         kv_endpoint: where other engines load KV of its engine from; None if they cannot, or none runs.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
+        after_failure: called when an engine has ended, or has not started, before `rescue`. None if nobody wants to know.
         after_end: called when an engine has ended, before `rescue`: what it had cached is gone. None if nobody wants to know.
         on_prefix_leased: called when its engine has leased a prefix, or such a lease has ended. None if nobody wants to know.
     """
@@ -108,6 +109,7 @@ class EngineClient(RequestClient):
         self.exchanges_kv = False
         self.kv_endpoint: str | None = None
         self.after_receive: Callable[[], None] | None = None
+        self.after_failure: Callable[[], None] | None = None
         self.after_end: Callable[[], None] | None = None
         self.on_prefix_leased: Callable[[PrefixLeased], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
@@ -422,7 +424,7 @@ class EngineClient(RequestClient):
 
     def detach(self) -> None:
         """Tells nobody of anything any more: another client has its place."""
-        self.rescue = self.diagnose = self.after_receive = self.after_end = self.on_prefix_leased = None
+        self.rescue = self.diagnose = self.after_receive = self.after_failure = self.after_end = self.on_prefix_leased = None
         self._requests.unsubscribe_all()
 
     # Messages
@@ -650,6 +652,8 @@ class EngineClient(RequestClient):
         self.kv_endpoint = None
         self._held_calls.clear()
         self.closed = DRAINING if self._is_draining else RESTARTING if can_replace else self._transport.lost
+        if self.after_failure is not None:
+            self.after_failure()
 
     def _note_end(self) -> None:
         if self.after_end is not None:
@@ -663,7 +667,8 @@ class EngineClient(RequestClient):
         can_go_on = self._supervision.restarts is not None or self.rescue is not None
         if can_go_on and not self._is_draining:
             poisoned = POISONED if self._replaces else PERHAPS_POISONED
-            num_kept = self._requests.keep_resumable(reply, poisoned)
+            is_carried = isinstance(self._transport, SealedWorkerTransport) and self._transport.is_carried
+            num_kept = self._requests.keep_resumable(reply, poisoned, is_dead=not is_carried)
             if self.rescue is not None:
                 num_rescued = num_kept - self._requests.release(self.rescue, confined=not self._replaces)
         else:

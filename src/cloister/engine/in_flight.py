@@ -408,11 +408,15 @@ class InFlightRequests:
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
-    def keep_resumable(self, error: str, poisoned: str = POISONED) -> int:
+    def keep_resumable(self, error: str, poisoned: str = POISONED, *, is_dead: bool = True) -> int:
         """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
-        the reply, and one that is found to kill its engines, with `poisoned`. Returns how many it keeps."""
+        the reply, and one that is found to kill its engines, with `poisoned`. Returns how many it keeps.
+
+        Args:
+            is_dead: False: perhaps only the network to it has failed, which no request has done.
+        """
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
-        culprit = None if self._of_others else judge([found.suspect for found in sent])
+        culprit = None if self._of_others or not is_dead else judge([found.suspect for found in sent])
         if self._leaving:
             culprit = None  # it was not alone: the engine also had what was leaving it, shadows included
         self.lose_engine()

@@ -7,6 +7,7 @@
 3. A confined request that has its engine to itself when it dies is the culprit.
 
 So three deaths find a culprit, four if cleared requests ran beside it, and a request that lost two engines never ends for that.
+That a connection to an engine of another machine ends is no death: a network that is cut accuses nobody.
 """
 
 from __future__ import annotations

@@ -3,8 +3,9 @@
 The listener, an unnamed socket, receives descriptors of new channels. Channels use the frames of `engine.channel` and may send
 only `Submit`, `Abort`, and what has the KV of its own requests pass from one engine of the node to another. When a channel
 closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another one's
-request is closed: otherwise it could receive that one's outputs. A channel that comes from another machine is sealed
-(`engine.carried_channel` is its other end).
+request is closed: otherwise it could receive that one's outputs. If that one's channel has closed, it waits until the engine
+has ended the request: the worker comes back over another connection as soon as one is lost, perhaps during a long step. A
+channel that comes from another machine is sealed (`engine.carried_channel` is its other end).
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import selectors
 import socket
 import threading
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 
 import msgspec
@@ -30,6 +32,7 @@ from cloister.types.events import (
     CancelPrefetch,
     Ended,
     Event,
+    FrontMessage,
     HoldKV,
     Outputs,
     PrefetchKV,
@@ -72,6 +75,10 @@ class _Channel:
         self.lock = threading.Lock()
         self.expected: set[str] = set()  # requests that come later: their KV is loaded before
         self.left: set[str] = set()  # requests that go on in another engine, which loads their KV from here
+
+    @property
+    def is_closed(self) -> bool:
+        return self.sock.fileno() < 0
 
     def receive(self, data: bytes) -> None:
         """Opens what came.
@@ -129,6 +136,14 @@ class _Channel:
         return False
 
 
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What a worker has sent of a request that came back before the engine has ended it."""
+
+    worker: _Channel
+    messages: list[FrontMessage] = field(default_factory=list)
+
+
 class SealedChannels:
     """The engine's end of the listener and its channels.
 
@@ -151,6 +166,7 @@ class SealedChannels:
         self._selector.register(self._wake_receiver, selectors.EVENT_READ)
         self._keys: LockedKeys | None = None
         self._by_request: dict[str, _Channel] = {}
+        self._later: dict[str, _Later] = {}  # of the thread that reads; each waits for the end of a request with its id
         self._stuck: set[_Channel] = set()
 
     def run(self) -> None:
@@ -162,6 +178,7 @@ class SealedChannels:
                         return
                 elif key.fileobj is self._wake_receiver:
                     self._wake_receiver.recv(_READ_BYTES)
+                    self._read_later()
                 else:
                     self._serve(key.data)
             for worker in list(self._stuck):
@@ -186,28 +203,33 @@ class SealedChannels:
             rest.events.append(event if worker is None else _without_content(event))
         for event in message.events:  # before it is sent: a worker may come back at once with the same request
             if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
-                self._by_request.pop(event.request_id, None)
+                worker = self._by_request.pop(event.request_id, None)
+                if worker is not None and worker.is_closed:  # it may have come back: see `_read`
+                    self._wake()
         for worker, outputs in by_worker.items():
             self._send(worker, outputs)
         return rest
 
     def _send(self, worker: _Channel, outputs: Outputs) -> None:
         with worker.lock:
-            if worker.sock.fileno() < 0:
+            if worker.is_closed:
                 return  # it was dropped meanwhile
             worker.queue(channel.frame(outputs))
             is_stuck = worker.push()
         if is_stuck:
             self._stuck.add(worker)
-            with contextlib.suppress(BlockingIOError):  # the wake-up pipe is full, so a wake-up is already pending
-                self._wake_sender.send(b".")
+            self._wake()
+
+    def _wake(self) -> None:
+        with contextlib.suppress(BlockingIOError):  # the wake-up pipe is full, so a wake-up is already pending
+            self._wake_sender.send(b".")
 
     def _push(self, worker: _Channel) -> None:
         with worker.lock:
             is_stuck = worker.push()
         if not is_stuck:
             self._stuck.discard(worker)
-        if worker.sock.fileno() >= 0:
+        if not worker.is_closed:
             wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if is_stuck else 0)
             self._selector.modify(worker.sock, wanted, worker)
 
@@ -238,12 +260,14 @@ class SealedChannels:
         return LinkRecords(self._keys, is_source=True)
 
     def _serve(self, worker: _Channel) -> None:
+        if worker.is_closed:
+            return  # it was dropped since it was found ready
         try:
             data = worker.sock.recv(_READ_BYTES)
             if data:
                 worker.receive(data)
                 for frame in worker.take():
-                    self._read(worker, frame)
+                    self._read(worker, channel.decode_front(frame))
                 return
         except BlockingIOError:
             return
@@ -251,8 +275,41 @@ class SealedChannels:
             pass
         self._drop(worker)
 
-    def _read(self, worker: _Channel, frame: bytes) -> None:
-        message = channel.decode_front(frame)
+    def _read_later(self) -> None:
+        """Reads what waited for the end of a request, if that has ended."""
+        for request_id in [each for each in self._later if each not in self._by_request]:
+            later = self._later.pop(request_id, None)
+            if later is None:
+                continue  # its worker has been dropped because of another one
+            try:
+                for message in later.messages:
+                    self._read(later.worker, message)
+            except channel.ChannelError:
+                self._drop(later.worker)
+
+    def _waits(self, worker: _Channel, message: FrontMessage) -> bool:
+        """Keeps a message of a request whose last channel has closed, if the engine has not ended that one yet.
+
+        The engine's thread looks for closed channels after it has removed a request, so none waits for an end that has passed.
+        """
+        if isinstance(message, Submit | PrefetchKV):
+            request_id = message.request.request_id
+            owner = self._by_request.get(request_id)
+            if owner is not None and owner.is_closed:
+                self._later.setdefault(request_id, _Later(worker))
+        elif isinstance(message, Abort | HoldKV | CancelPrefetch):
+            request_id = message.request_id
+        else:
+            return False
+        later = self._later.get(request_id)
+        if later is None or later.worker is not worker:
+            return False
+        later.messages.append(message)
+        return True
+
+    def _read(self, worker: _Channel, message: FrontMessage) -> None:
+        if self._waits(worker, message):
+            return
         match message:
             case Submit(request, resumption=resumption):
                 self._claim(request, worker, *(resumption.token_ids if resumption is not None else ()))
@@ -285,6 +342,7 @@ class SealedChannels:
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_TOKEN_ID:
                 raise channel.ChannelError("a token id is out of range")
         is_known = request.request_id in self._by_request and request.request_id not in worker.expected
+        is_known |= request.request_id in self._later
         if is_known or not 1 <= request.sampling.n <= self._max_num_seqs:
             raise channel.ChannelError("no request of this channel can have this name, or ask for so many sequences")
         self._by_request[request.request_id] = worker
@@ -293,6 +351,7 @@ class SealedChannels:
         self._selector.unregister(worker.sock)
         self._stuck.discard(worker)
         worker.close()
+        self._later = {request_id: later for request_id, later in self._later.items() if later.worker is not worker}
         for request_id, owner in list(self._by_request.items()):  # copy it: the engine's thread removes entries
             if owner is worker and request_id in worker.expected:
                 del self._by_request[request_id]

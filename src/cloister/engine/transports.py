@@ -404,9 +404,13 @@ class SealedWorkerTransport(_ChannelTransport):
         ready: the engine's description of itself from its start.
         index: which engine of the unit it is.
         num_engines: of each machine of the unit.
+
+    Attributes:
+        is_carried: its last channel led to another machine: that it ended says nothing of the engine.
     """
 
     pid = None
+    is_carried = False
 
     def __init__(self, ready: Ready, index: int = 0, num_engines: int = 1) -> None:
         self.ready: Ready | None = ready
@@ -425,6 +429,7 @@ class SealedWorkerTransport(_ChannelTransport):
         if self._open_channel is None:
             raise EngineError(LOST)
         sock = await self._open_channel()
+        self.is_carried = isinstance(sock, CarriedSocket)
         if isinstance(sock, CarriedSocket):
             from cloister.engine.carried_channel import SealedMessageStream  # only where other machines are
 

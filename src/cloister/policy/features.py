@@ -89,7 +89,8 @@ def _feature(
 
 _VERIFIED_MACHINES = (
     "each machine is a sealed node of the same release and configuration, whose evidence the leader and every client verify; "
-    "what passes between two is sealed under keys that only they have; nothing but a draw by capacity decides which is used"
+    "what passes between two is sealed under keys that only they have; a draw by capacity decides which is used, and a request "
+    "that loses one elsewhere goes on in the leader's own machine, so no failure there brings a further machine requests"
 )
 _NOTHING_ELSEWHERE = refuse("whatever is fetched for a request shows to others that it was made, and what it is about")
 _OPEN_PORTS = refuse("no port may listen off loopback to others than users and engines, and Mooncake's do")

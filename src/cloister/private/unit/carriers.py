@@ -8,9 +8,9 @@ Only the leader connects. For KV that a member's engine loads from one of the le
 and the member says over one of them which engine it is for, with a MAC too. Engines of two members load none from each other.
 
 What is carried is sealed from end to end (`engine.kv_sealed_link`): its ends agree on keys of their own, with a secret of this
-one connection that each front tells its end first. No engine and no worker has a key of another connection, and who taps the
-network, or changes, repeats or cuts what passes, reads nothing and ends it. The fronts could open what they carry, as they
-could before; both are measured.
+one connection that each front tells its end first. No engine and no worker has a key of another connection. An attacker in the
+network reads nothing, and ends a connection by changing, repeating or cutting what passes. The fronts could open what they
+carry, as they could before; both are measured.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import asyncio
 import contextlib
 import hmac
 import logging
+import os
 import socket
 import struct
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -48,7 +49,9 @@ DEAD_S: Final = 6
 WINDOW: Final = 4096
 """Connections may arrive in another order than they were begun in, by so many places."""
 MAX_CARRIED: Final = 4096
-"""Connections of one pair at once; a further one is closed."""
+"""Workers' channels of one pair at once; a further one is closed."""
+MAX_CARRIED_KV: Final = 1024
+"""The same for KV, both ways together: engines that open ever more of them take no channel from workers."""
 _HEAD: Final = struct.Struct(">c16sHQ")
 _ENGINE: Final = struct.Struct(">H")
 _MAC_BYTES: Final = 32
@@ -94,22 +97,29 @@ class _Carried:
         self.pair = pair
         self.keys = _PairKeys(memory, pair)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._has_ended = False
+        self._num_channels = self._num_kv_links = 0
+        self.has_ended = False
 
-    @property
-    def is_full(self) -> bool:
-        return len(self._tasks) >= MAX_CARRIED
+    def is_full(self, purpose: bytes) -> bool:
+        """Whether no further connection for this is carried."""
+        return self._num_channels >= MAX_CARRIED if purpose == CHANNEL else self._num_kv_links >= MAX_CARRIED_KV
 
-    def begin(self, work: Coroutine[Any, Any, None], name: str, *owned: socket.socket) -> None:
-        """Has something done until it ends, or the pair does; then closes `owned`. Raises OSError if the pair has ended."""
-        if self._has_ended:
+    def begin(self, work: Coroutine[Any, Any, None], name: str, *owned: socket.socket, purpose: bytes | None = None) -> None:
+        """Has something done until it ends, or the pair does; then closes `owned`. Raises OSError if the pair has ended.
+
+        Args:
+            purpose: of a connection, which counts until then.
+        """
+        if self.has_ended:
             work.close()
             for sock in owned:
                 sock.close()
             raise ConnectionAbortedError("the pair has ended")
+        self._count(purpose, 1)
 
         def end(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
+            self._count(purpose, -1)
             for sock in owned:
                 sock.close()
 
@@ -117,9 +127,15 @@ class _Carried:
         self._tasks.add(task)
         task.add_done_callback(end)  # also of a task that was cancelled before it began
 
+    def _count(self, purpose: bytes | None, change: int) -> None:
+        if purpose == CHANNEL:
+            self._num_channels += change
+        elif purpose is not None:
+            self._num_kv_links += change
+
     def close(self) -> None:
         """Ends all connections."""
-        self._has_ended = True
+        self.has_ended = True
         self.keys.close()
         for task in list(self._tasks):
             task.cancel()
@@ -173,10 +189,10 @@ class LeaderCarriers:
 
     async def _serve(self, carried: _Carried, purpose: bytes, engine: int, listener: socket.socket) -> None:
         async for end in _accept(listener):
-            if carried.is_full:
+            if carried.is_full(purpose):
                 end.close()
             else:
-                carried.begin(self._carry(carried, purpose, engine, end), "carried connection", end)
+                carried.begin(self._carry(carried, purpose, engine, end), "carried connection", end, purpose=purpose)
 
     async def _carry(self, carried: _Carried, purpose: bytes, engine: int, end: socket.socket) -> None:
         with contextlib.suppress(OSError):
@@ -210,6 +226,8 @@ class LeaderCarriers:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
                     link, head = await self._connect(carried, RESERVE, 0)
                 try:
+                    while carried.is_full(KV_LINK):
+                        await asyncio.sleep(RESERVE_PAUSE_S)
                     said = await _receive(link, _ENGINE.size + _MAC_BYTES)
                     request = head + said[: _ENGINE.size]
                     if not hmac.compare_digest(carried.keys.authenticate(request), said[_ENGINE.size :]):
@@ -218,7 +236,7 @@ class LeaderCarriers:
                 except BaseException:
                     link.close()
                     raise
-                carried.begin(_pump_all(near, link), "carried connection", near, link)
+                carried.begin(_pump_all(near, link), "carried connection", near, link, purpose=KV_LINK)
             except OSError:
                 await asyncio.sleep(RESERVE_PAUSE_S)
 
@@ -306,36 +324,54 @@ class MemberCarriers:
             raise UnitRefusedError("carrier", "a connection was not made by this member's leader")
         if not self._window.admit(number):
             raise UnitRefusedError("carrier", "a connection of the leader was repeated by somebody else")
-        if carried.is_full:
-            raise ConnectionRefusedError("there are too many connections")
         watch_peer(link)
-        if purpose == RESERVE and not self._reserve.full():
+        if purpose == RESERVE:
+            if self._reserve.full():  # the leader keeps no more than these: it has lost the oldest one
+                self._reserve.get_nowait()[0].close()
             self._reserve.put_nowait((link, head))
             return
+        if carried.is_full(purpose):
+            raise ConnectionRefusedError("there are too many connections")
         target = self.kv_unit if purpose == KV_LINK else self._listeners.get(engine) if purpose == CHANNEL else None
         if target is None:
             raise ConnectionRefusedError("no such engine runs")
         near = await _hand_over(carried.keys.secret_of(head), target, engine)
-        carried.begin(_pump_all(near, link), "carried connection", near, link)
+        carried.begin(_pump_all(near, link), "carried connection", near, link, purpose=purpose)
 
     async def _serve(self, carried: _Carried, engine: int, listener: socket.socket) -> None:
         async for end in _accept(listener):
-            if carried.is_full:
+            if carried.is_full(KV_LINK):
                 end.close()
             else:
-                carried.begin(self._carry_back(carried, engine, end), "carried connection", end)
+                carried.begin(self._carry_back(carried, engine, end), "carried connection", end, purpose=KV_LINK)
 
     async def _carry_back(self, carried: _Carried, engine: int, end: socket.socket) -> None:
         """Carries a connection to an engine of the leader, over one that the leader keeps in reserve."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
-                link, head = await self._reserve.get()
+                link, request = await self._take_reserved(carried, engine)
             with link:
-                loop, request = asyncio.get_running_loop(), head + _ENGINE.pack(engine)
                 end.setblocking(False)
-                await loop.sock_sendall(link, _ENGINE.pack(engine) + carried.keys.authenticate(request))
-                await loop.sock_sendall(end, carried.keys.secret_of(request))
+                await asyncio.get_running_loop().sock_sendall(end, carried.keys.secret_of(request))
                 await pump(end, link)
+
+    async def _take_reserved(self, carried: _Carried, engine: int) -> tuple[socket.socket, bytes]:
+        """Returns the first reserved connection that has not ended, and what was said over it of the engine. Raises OSError if
+        the pair has ended."""
+        while True:
+            link, head = await self._reserve.get()
+            request = head + _ENGINE.pack(engine)
+            try:
+                if _has_ended(link):
+                    raise ConnectionAbortedError("the leader has ended it")
+                mac = carried.keys.authenticate(request)
+                await asyncio.get_running_loop().sock_sendall(link, _ENGINE.pack(engine) + mac)
+            except BaseException as error:
+                link.close()
+                if not isinstance(error, OSError) or carried.has_ended:
+                    raise
+            else:
+                return link, request
 
     def _end(self) -> None:
         carried, self._carried = self._carried, None
@@ -353,7 +389,22 @@ async def _accept(listener: socket.socket) -> AsyncIterator[socket.socket]:
         if not message:
             return
         for descriptor in descriptors:
-            yield socket.socket(fileno=descriptor)
+            try:
+                sock = socket.socket(fileno=descriptor)
+            except OSError:  # it is none: no engine that is well sends such
+                os.close(descriptor)
+            else:
+                yield sock
+
+
+def _has_ended(link: socket.socket) -> bool:
+    """Whether the other side has ended a connection over which it says nothing first."""
+    try:
+        return link.recv(1, socket.MSG_PEEK) == b""
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
 
 
 async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
