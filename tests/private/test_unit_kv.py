@@ -204,8 +204,14 @@ def test_what_the_network_changes_is_computed_instead(
 
 @BOTH_WAYS
 def test_without_the_other_machine_everything_is_computed(
-    machines: TwoMachines, engines: tuple[UnitPeer, UnitPeer], expected: list[int], source: int
+    monkeypatch: pytest.MonkeyPatch,
+    machines: TwoMachines,
+    engines: tuple[UnitPeer, UnitPeer],
+    expected: list[int],
+    source: int,
 ) -> None:
+    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
+        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 5.0)
     from_, to = engines[source], engines[1 - source]
     tokens = prefill(from_)
     machines.part()
