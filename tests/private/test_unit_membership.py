@@ -370,6 +370,20 @@ def test_evidence_that_has_ended_or_does_not_hold_yet_is_refused(clock: Clock):
     asyncio.run(run())
 
 
+def test_a_machine_that_names_no_checkpoint_is_refused_by_one_that_does(clock: Clock):
+    """A strict client refuses the whole node for it."""
+    member = Machine(clock)
+
+    async def run() -> None:
+        async with running_member(member):
+            verifier = member.announcer.make_verifier(gpu=False)
+            assert verifier.judge_member(member.document, clock.now).checkpoint == ""
+            with pytest.raises(UnitRefusedError, match="--log-checkpoint"):
+                replace(verifier, names_checkpoint=True).judge_member(member.document, clock.now)
+
+    asyncio.run(run())
+
+
 def test_a_leader_whose_statement_does_not_list_the_member_is_refused(clock: Clock):
     leader, member, other = Machine(clock), Machine(clock), Machine(clock)
 

@@ -298,7 +298,15 @@ class Announcer:
         """
         assert self._rehearsed is not None, "the hardware is asked at the start"
         member_key = self._attester.public if isinstance(self._attester, MemberAttester) else None
-        verifier = PeerVerifier(self._facts, self._rehearsed, self._hardening, gpu, member_key, self._unit_policy)
+        verifier = PeerVerifier(
+            self._facts,
+            self._rehearsed,
+            self._hardening,
+            gpu,
+            member_key,
+            self._unit_policy,
+            names_checkpoint=bool(self._read_checkpoint()),
+        )
         verifier.load_libraries(self._now())
         return verifier
 

@@ -57,6 +57,8 @@ class PeerVerifier:
         policy: what the operator accepts besides, as a client's policy does: firmware, providers, registers that the release
             does not name. It cannot accept a release, a model, settings, a profile, a register of the release or a kind of
             hardware that differs, nor software.
+        names_checkpoint: whether this node's evidence names a checkpoint of the log: strict clients refuse a unit of which one
+            machine names none.
         verifiers: by kind.
     """
 
@@ -66,6 +68,7 @@ class PeerVerifier:
     gpu: bool = False
     member_key: PublicKey | None = None
     policy: AttestationPolicy | None = None
+    names_checkpoint: bool = False
     verifiers: Mapping[str, Verifier] = field(default_factory=lambda: VERIFIERS)
 
     def load_libraries(self, now: float) -> None:
@@ -125,6 +128,12 @@ class PeerVerifier:
                 "member",
                 f"{whose} is refused: its evidence is not signed with this node's member key; {_SAME} with the same "
                 "--member-key",
+            )
+        if self.names_checkpoint and not statement.checkpoint:
+            raise UnitRefusedError(
+                "checkpoint",
+                f"{whose} is refused: its evidence names no checkpoint of the log, so clients would refuse the whole node; "
+                "start it with --log-checkpoint, as this one",
             )
         if chips & own_chips:
             raise UnitRefusedError(
