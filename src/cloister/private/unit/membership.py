@@ -319,7 +319,12 @@ class UnitLeader:
             records = SealedRecords(self.key.memory, agreed, is_leader=True)
             try:
                 member.pair = Pair(agreed.id, agreed.secret, member.address, member.index, self._num_engines)
-                _logger.info("member %d of the unit has proved itself", member.index)
+                later = (
+                    ""
+                    if self._may_use(member)
+                    else "; it is used when statements that do not list it have ended, in an hour at most"
+                )
+                _logger.info("member %d of the unit has proved itself%s", member.index, later)
                 member.last_word = ""
                 await self._exchange(member, records, document, reader, writer)
             finally:
