@@ -13,8 +13,11 @@ from pathlib import Path
 
 import pytest
 
+import cloister.trust
+import cloister.trust.hardening
 from cloister.cli import commands, forks_engines, main
 from cloister.engine import spawning
+from cloister.types.logs import OURS
 from tests.serving import ServeProcess, find_processes
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="templates are forked on Linux only")
@@ -29,15 +32,18 @@ UNNEEDED = (
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
     """A server that is run in this process sets its log up."""
-    root, raises = logging.getLogger(), logging.raiseExceptions
-    before = list(root.handlers)
+    root, ours, raises = logging.getLogger(), logging.getLogger(OURS), logging.raiseExceptions
+    handlers, levels = list(root.handlers), (root.level, ours.level)
     yield
-    root.handlers[:], logging.raiseExceptions = before, raises
+    root.handlers[:], logging.raiseExceptions = handlers, raises
+    root.setLevel(levels[0])
+    ours.setLevel(levels[1])
 
 
 @pytest.fixture
 def nothing_hardened(monkeypatch: pytest.MonkeyPatch) -> None:
     """As in a fresh process."""
+    monkeypatch.setattr(cloister.trust, "hardening", cloister.trust.hardening)  # what is imported anew takes its place
     monkeypatch.delitem(sys.modules, "cloister.trust.hardening", raising=False)
 
 

@@ -224,7 +224,8 @@ def test_a_line_of_text_has_its_fields_by_name(lines):
 def test_a_line_that_cannot_be_written_brings_no_text_of_an_exception_to_standard_error(capfd, monkeypatch):
     root, stream = logging.getLogger(), io.StringIO()
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    before, level = list(root.handlers), root.level
+    ours = logging.getLogger("cloister")
+    before, levels = list(root.handlers), (root.level, ours.level)
     set_up_logging("text", stream)
     try:
         stream.close()  # as a disk that is full
@@ -233,5 +234,7 @@ def test_a_line_that_cannot_be_written_brings_no_text_of_an_exception_to_standar
         except ValueError:
             logging.getLogger("cloister.server").error("a mistake of ours")
     finally:
-        root.handlers[:], root.level = before, level
+        root.handlers[:] = before
+        root.setLevel(levels[0])
+        ours.setLevel(levels[1])
     assert SECRET not in capfd.readouterr().err
