@@ -8,7 +8,7 @@ from collections import Counter
 import msgspec
 import pytest
 
-from cloister.engine import EngineClient
+from cloister.engine import EngineClient, Supervision
 from cloister.engine.cache_reports import CacheReport
 from cloister.engine.client import NO_ANSWER
 from cloister.engine.in_flight import EngineStats
@@ -35,7 +35,7 @@ from cloister.types.events import (
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, ImageTile
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from cloister.types.scope import LOCAL_SCOPE
-from tests.engine.fake_transport import FakeTransport, opened_client
+from tests.engine.fake_transport import MODEL, FakeTransport, opened_client
 from tests.engine.replica import make_request
 from tests.virtual_time import run
 
@@ -311,3 +311,23 @@ def test_an_engine_that_does_not_answer_in_time_or_is_closed_is_named_and_what_i
     front.client.receive(Outputs([], [], [CacheReply(asked.call_id, [])]))
     front.client.closed = "the engine is being restarted"
     assert asyncio.run(front.client.inspect_cache(LOCAL_SCOPE)) == CacheReport([], [0])
+
+
+def test_a_request_that_waits_for_an_engine_to_start_ends_at_its_deadline() -> None:
+    class Slow(FakeTransport):
+        supervision = Supervision()
+
+        async def open(self, config: EngineConfig) -> None:
+            await asyncio.sleep(GRACE_S / 2)
+
+    async def main() -> None:
+        client = EngineClient(Slow(), EngineConfig())
+        client.begin_resting(MODEL)
+        loop = asyncio.get_running_loop()
+        began_s = loop.time()
+        outputs = [output async for output in client.generate(msgspec.structs.replace(make_request(), timeout_s=1.0))]
+        assert [output.finish_reason for output in outputs] == [FinishReason.TIMEOUT]
+        assert loop.time() - began_s == pytest.approx(1.0, abs=0.1)
+        await client.drain(0.0)
+
+    run(main())

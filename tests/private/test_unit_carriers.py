@@ -14,6 +14,7 @@ from functools import partial
 import pytest
 
 from cloister.engine import EngineClient, SealedWorkerTransport, Supervision, channel
+from cloister.engine.channel import wait_readable
 from cloister.engine.kv_unit import CarriedSocket
 from cloister.engine.locked_keys import LockedKeys
 from cloister.engine.sealed_channels import CONNECT
@@ -120,7 +121,8 @@ class Machines:
         loop = asyncio.get_running_loop()
         listener.setblocking(False)
         while True:
-            sock, _ = await loop.sock_accept(listener)
+            await wait_readable(listener)
+            sock, _ = listener.accept()
             sock.setblocking(False)
             try:
                 assert await loop.sock_recv(sock, 1) == CARRY

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.engine.channel import wait_readable
 from cloister.engine.kv_unit import UNREACHED, KVUnit, relative_endpoint
 from cloister.engine.locked_keys import LockedKeys
 from cloister.kv import KVSealer
@@ -67,7 +68,8 @@ class TwoMachines:
         loop = asyncio.get_running_loop()
         self.port.setblocking(False)
         while True:
-            sock, _ = await loop.sock_accept(self.port)
+            await wait_readable(self.port)
+            sock, _ = self.port.accept()
             sock.setblocking(False)
             try:
                 await loop.sock_recv(sock, 1)

@@ -364,6 +364,10 @@ class ReplicaSet(RequestClient):
         if (index := self._moves.places.get(request_id)) is not None:
             self._replicas[index].expire(request_id)
 
+    def expire_held(self, request_id: str) -> None:
+        if (index := self._moves.places.get(request_id)) is not None:
+            self._replicas[index].expire_held(request_id)
+
     def _note_leased(self, index: int, reply: PrefixLeased) -> None:
         if self._copies is not None:
             self._copies.take_reply(index, reply)

@@ -23,6 +23,7 @@ from cloister.types.request import AdapterInfo
 
 _LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
 _STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
+LOADING: Final = "an adapter of this name is being loaded by another call; try again when that has ended"
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
 
@@ -184,8 +185,8 @@ class AdapterCalls:
         self._leaving: dict[str, AdapterInfo] = {}
         self._unloading: set[asyncio.Task[None]] = set()
         self._late: set[str] = set()
+        self._loading: set[str] = set()
         self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
-        self._num_loading = 0
         self._is_overdue = False
         self._has_started = False
 
@@ -199,12 +200,12 @@ class AdapterCalls:
     @property
     def is_changing(self) -> bool:
         """Whether an adapter is being loaded or unloaded."""
-        return self._num_loading > 0 or bool(self._unloading)
+        return bool(self._loading) or bool(self._unloading)
 
     @property
     def is_loading(self) -> bool:
         """Whether the engine is loading an adapter, so it makes no step; False once a call has timed out."""
-        return self._num_loading > 0 and not self._is_overdue
+        return bool(self._loading) and not self._is_overdue
 
     def as_setting(self, at_first: str | None) -> str | None:
         """Returns the setting `lora` that gives another engine the same adapters; `at_first` before the first engine has
@@ -223,10 +224,12 @@ class AdapterCalls:
             EngineError: the engine ended.
         """
         check_adapter(name, path)
+        if name in self._loading:
+            raise InvalidRequestError(LOADING, param="lora_name")
         if name in self._late:  # the engine would have more and more to load, and make no step
             raise InvalidRequestError(_STILL_LOADING, param="lora_name")
         is_new = name not in self.loaded and name not in self._leaving
-        self._num_loading += 1
+        self._loading.add(name)
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
         except DeadlineError:
@@ -235,17 +238,14 @@ class AdapterCalls:
                 self._take_back(name)
             raise
         finally:
-            self._num_loading -= 1
+            self._loading.discard(name)
         if reply.adapter is None:
             raise EngineError("the engine gave no adapter back; load it again")
         self.loaded[name] = reply.adapter
         return reply.adapter
 
     def _take_back(self, name: str) -> None:
-        """Has the engine unload what it loads too late: nobody knows of it, and its name could not be loaded again.
-
-        Seed 816109721 of the fault search still ends with an adapter that the front offers and its engine lacks.
-        """
+        """Has the engine unload what it loads too late: nobody knows of it, and its name could not be loaded again."""
         self._late.add(name)
         task = asyncio.create_task(self._unload_late(name), name="unloading of a late adapter")
         self._unloading.add(task)
@@ -263,10 +263,12 @@ class AdapterCalls:
 
         Raises:
             NotFoundError: there is no adapter of this name.
-            InvalidRequestError: the set of adapters is fixed.
+            InvalidRequestError: the set of adapters is fixed, or one of this name is being loaded.
             DeadlineError: requests still use it; it is unloaded when they have ended.
             EngineError: the engine ended.
         """
+        if name in self._loading:  # the answers of both would come together, and the later one would count first
+            raise InvalidRequestError(LOADING, param="lora_name")
         if name in self._leaving:
             raise NotFoundError(
                 "the adapter of this name is being unloaded already; it goes when its requests have ended", param="lora_name"

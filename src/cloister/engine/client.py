@@ -321,6 +321,10 @@ class EngineClient(RequestClient):
             self._send(Abort(request_id))
         self._send_due()
 
+    def expire_held(self, request_id: str) -> None:
+        if self._requests.is_held(request_id):
+            self._requests.end(request_id, FinishReason.TIMEOUT, NO_ANSWER)
+
     def find(self, request_id: str) -> InFlightRequest | None:
         """Returns a request that has not ended."""
         return self._requests.find(request_id)

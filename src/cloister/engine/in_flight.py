@@ -378,6 +378,10 @@ class InFlightRequests:
             found.source, found.prefill_hold_s = source, prefill_hold_s
             self._arrive(found)  # no engine says it for as long as none has it
 
+    def is_held(self, request_id: str) -> bool:
+        """Whether a request waits until the engine can have it."""
+        return request_id in self._held
+
     def leave(self, request_id: str) -> bool:
         """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""
         found = self._by_id.get(request_id)

@@ -121,6 +121,10 @@ class RequestClient(ABC):
     def expire(self, request_id: str) -> None:
         """Ends a request whose deadline the engine failed to enforce."""
 
+    @abstractmethod
+    def expire_held(self, request_id: str) -> None:
+        """Ends a request at its deadline that no engine has yet, since one starts."""
+
     async def generate(
         self, request: Request, observer: RequestObserver | None = None, *, in_batches: bool = False
     ) -> AsyncGenerator[SequenceOutput, None]:
@@ -211,10 +215,14 @@ class RequestClient(ABC):
     @contextlib.contextmanager
     def _watch_deadline(self, request: Request) -> Iterator[None]:
         """Limits the wait for a request's outputs, and aborts the request when the waiter leaves."""
-        patience_s = request.timeout_s + GRACE_S
-        timer = asyncio.get_running_loop().call_later(patience_s, self.expire, request.request_id)
+        loop = asyncio.get_running_loop()
+        timers = (
+            loop.call_later(request.timeout_s, self.expire_held, request.request_id),
+            loop.call_later(request.timeout_s + GRACE_S, self.expire, request.request_id),
+        )
         try:
             yield
         finally:
-            timer.cancel()
+            for timer in timers:
+                timer.cancel()
             self.abort(request.request_id)

@@ -20,6 +20,7 @@ MOST_DEATHS: Final = 5
 """Engines that a request may kill before it is found: three, and one more if it kills late or beside cleared ones."""
 _SLACK_S: Final = 1.0
 _SLACK_OF_STEPS_S: Final = 0.1
+_ROUNDING_S: Final = 1e-9
 """A deadline is enforced between steps."""
 _TINY_S: Final = 1e-6
 _RUN_S: Final = 600.0
@@ -163,7 +164,7 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
     """Says whether a sequence may end like this, and when."""
     assert answer.ended_s is not None
     took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
-    if end is FinishReason.TIMEOUT and took_s < limit_s:
+    if end is FinishReason.TIMEOUT and took_s < limit_s - _ROUNDING_S:
         return [f"{where} timed out after {took_s:.3f} of {limit_s:.3f} s"]
     if end is FinishReason.TIMEOUT and limit_s > longest_trouble_s(run.scenario):
         return [f"{where} timed out, though nothing was wrong for long"]

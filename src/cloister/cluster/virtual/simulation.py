@@ -551,12 +551,12 @@ class _Simulation:
         return [*left, *self._leftovers_of_update(front), *self._leftovers_of_scaling(front), *leftovers_of_front(front)]
 
     def _leftovers_of_adapters(self, front: ReplicaSet) -> Iterator[str]:
-        """An engine has no adapters that the front does not offer. One that it lacks is not looked for yet: see the worklog."""
+        """An engine has the adapters that the front offers, and no others."""
         for index, host in enumerate(self.hosts):
             process = host.process
             if process is not None and process.has_front and self.loop.time() >= process.hangs_until_s:
                 names = sorted(adapter.name for adapter in process.engine.core.adapters.loaded)
-                if set(names) - set(front.adapters.loaded):
+                if names != sorted(front.adapters.loaded):
                     yield f"engine {index} has the adapters {names}, and the front {sorted(front.adapters.loaded)}"
 
     def _leftovers_of_scaling(self, front: ReplicaSet) -> Iterator[str]:

@@ -15,10 +15,12 @@ import struct
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import msgspec
 
+from cloister.engine.channel import wait_readable
 from cloister.private.unit.pairing import (
     CARRY,
     JOIN,
@@ -467,12 +469,14 @@ class UnitPort:
         Args:
             listener: a bound, listening socket (`listen_for_leader`); it is closed here.
         """
-        loop = asyncio.get_running_loop()
         listener.setblocking(False)
         try:
             while True:
+                await wait_readable(listener)  # in each turn of the loop one: those that were ended are closed in between
                 try:
-                    sock, _ = await loop.sock_accept(listener)
+                    sock, _ = listener.accept()
+                except BlockingIOError:  # it has gone meanwhile
+                    continue
                 except OSError:  # no descriptors are left, or the caller has gone
                     await asyncio.sleep(self._times.retry_s)
                     continue
@@ -482,16 +486,17 @@ class UnitPort:
                     oldest.cancel()
                 task = asyncio.create_task(self._answer(sock))
                 self._tasks[task] = self._unproved[task] = None
-                task.add_done_callback(self._forget)
-                await asyncio.sleep(0)  # accepting yields to nobody while connections wait, and those that were ended stay open
+                task.add_done_callback(partial(self._forget, sock))
         finally:
             listener.close()
             for task in list(self._tasks):
                 task.cancel()
 
-    def _forget(self, task: asyncio.Task[None]) -> None:
+    def _forget(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         self._unproved.pop(task, None)
+        if task.cancelled():  # perhaps before it began
+            sock.close()
 
     async def _answer(self, sock: socket.socket) -> None:
         sock.setblocking(False)
