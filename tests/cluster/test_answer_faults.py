@@ -277,7 +277,14 @@ def test_an_adapter_that_is_loaded_too_late_is_unloaded_again(monkeypatch: pytes
     assert "engine 1 has the adapters ['a1'], and the front []" in fuzz.replay(scenario).violations
 
 
-@pytest.mark.parametrize("name", ["an_adapter_is_unloaded_while_it_is_loaded", "a_deadline_comes_while_an_engine_starts"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "an_adapter_is_unloaded_while_it_is_loaded",
+        "an_adapter_is_loaded_while_it_is_unloaded",
+        "a_deadline_comes_while_an_engine_starts",
+    ],
+)
 def test_what_the_search_found_is_mended(name: str) -> None:
     assert not fuzz.replay(fuzz.read_scenario(SCENARIOS / f"{name}.json")).violations
 

@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 
-from cloister.engine.adapters import LOADING
+from cloister.engine.adapters import CHANGING
 from cloister.engine.client import EngineClient
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import AdapterInfo
@@ -29,7 +29,7 @@ class ReplicaAdapters:
         self.num_calls = 0
         self.settle: Callable[[], Awaitable[None]] | None = None
         self._list_clients = list_clients
-        self._loading: set[str] = set()
+        self._changing: set[str] = set()
 
     @property
     def loaded(self) -> Mapping[str, AdapterInfo]:
@@ -42,27 +42,21 @@ class ReplicaAdapters:
 
     async def load(self, name: str, path: str) -> AdapterInfo:
         """Loads an adapter into one replica after another; if one cannot load it, those before it unload it again."""
-        self._check_free(name)
         done: list[EngineClient] = []
-        self._loading.add(name)
-        try:
-            async with self._calling():
-                first, *others = self._list_clients()
-                for replica in (*others, first):
-                    try:
-                        adapter = await replica.adapters.load(name, path)
-                    except CloisterError:
-                        await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
-                        raise
-                    done.append(replica)
-        finally:
-            self._loading.discard(name)
+        async with self._calling(name):
+            first, *others = self._list_clients()
+            for replica in (*others, first):
+                try:
+                    adapter = await replica.adapters.load(name, path)
+                except CloisterError:
+                    await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
+                    raise
+                done.append(replica)
         return adapter
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter from every replica."""
-        self._check_free(name)
-        async with self._calling():
+        async with self._calling(name):
             await asyncio.gather(*(replica.adapters.unload(name) for replica in self._list_clients()))
 
     @property
@@ -71,7 +65,12 @@ class ReplicaAdapters:
         return self.num_calls > 0 or any(client.adapters.is_changing for client in self._list_clients())
 
     @contextlib.asynccontextmanager
-    async def _calling(self) -> AsyncIterator[None]:
+    async def _calling(self, name: str) -> AsyncIterator[None]:
+        if self.are_fixed:
+            raise InvalidRequestError("a rolling update is under way; load or unload the adapter when it has ended")
+        if name in self._changing:  # two calls would reach the replicas in different orders
+            raise InvalidRequestError(CHANGING, param="lora_name")
+        self._changing.add(name)
         self.num_calls += 1
         try:
             if self.settle is not None:
@@ -79,9 +78,4 @@ class ReplicaAdapters:
             yield
         finally:
             self.num_calls -= 1
-
-    def _check_free(self, name: str) -> None:
-        if name in self._loading:  # replicas that have loaded it and those that will would answer another call differently
-            raise InvalidRequestError(LOADING, param="lora_name")
-        if self.are_fixed:
-            raise InvalidRequestError("a rolling update is under way; load or unload the adapter when it has ended")
+            self._changing.discard(name)

@@ -23,7 +23,7 @@ from cloister.types.request import AdapterInfo
 
 _LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
 _STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
-LOADING: Final = "an adapter of this name is being loaded by another call; try again when that has ended"
+CHANGING: Final = "an adapter of this name is being loaded or unloaded by another call; try again when that has ended"
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
 
@@ -224,11 +224,11 @@ class AdapterCalls:
             EngineError: the engine ended.
         """
         check_adapter(name, path)
-        if name in self._loading:
-            raise InvalidRequestError(LOADING, param="lora_name")
+        if name in self._loading or name in self._leaving:
+            raise InvalidRequestError(CHANGING, param="lora_name")
         if name in self._late:  # the engine would have more and more to load, and make no step
             raise InvalidRequestError(_STILL_LOADING, param="lora_name")
-        is_new = name not in self.loaded and name not in self._leaving
+        is_new = name not in self.loaded
         self._loading.add(name)
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
@@ -268,7 +268,7 @@ class AdapterCalls:
             EngineError: the engine ended.
         """
         if name in self._loading:  # the answers of both would come together, and the later one would count first
-            raise InvalidRequestError(LOADING, param="lora_name")
+            raise InvalidRequestError(CHANGING, param="lora_name")
         if name in self._leaving:
             raise NotFoundError(
                 "the adapter of this name is being unloaded already; it goes when its requests have ended", param="lora_name"
