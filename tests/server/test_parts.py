@@ -13,7 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cloister.server import parse, state
@@ -195,6 +195,7 @@ def test_a_tool_that_is_too_large_is_told_the_limits(client: httpx.Client) -> No
 
 
 @given(value=VALUES, repeated=st.integers(1, 40_000))
+@example(value=[[]], repeated=26_213)
 @settings(max_examples=examples(50), deadline=None)
 def test_a_schema_within_the_limit_is_not_refused_by_its_size(value: Any, repeated: int) -> None:
     schema = {"enum": [value] * repeated}

@@ -174,10 +174,10 @@ def check_schema_size(schema: object, param: str) -> None:
     while values:
         match values.pop():
             case dict() as entries:
-                num_chars += sum(len(name) + 4 for name in islice(entries, MAX_CHARS))
+                num_chars += 1 + sum(len(name) + 4 for name in islice(entries, MAX_CHARS))  # brackets, quotes, colons, commas
                 values += islice(entries.values(), MAX_CHARS)
             case list() as entries:
-                num_chars += len(entries)
+                num_chars += 1 + len(entries)
                 values += islice(entries, MAX_CHARS)
             case str() as text:
                 num_chars += len(text) + 2
