@@ -223,9 +223,7 @@ def test_a_sealed_node_may_have_roles_whose_kv_is_encrypted() -> None:
     settings = resolve_settings({**SEALED_ROLES, "profile": "private"})
     assert settings.server.config.router == "capacity_random"
     assert settings.server.config.slow_replicas == "report"
-    with pytest.raises(
-        RefusedSettings, match=r"sealed-kv-transfer.*\n.*sealed-disagg.*KV never leaves the engine"
-    ):
+    with pytest.raises(RefusedSettings, match=r"sealed-kv-transfer.*\n.*sealed-disagg.*KV never leaves the engine"):
         resolve_settings({**SEALED_ROLES, "profile": "paranoid"})
     with pytest.raises(RefusedSettings, match="attested peers"):  # the same engines without a seal
         resolve_settings({"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "shm", "profile": "private"})

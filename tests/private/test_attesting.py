@@ -228,7 +228,7 @@ def test_settings_of_the_server_say_what_evidence_is_made_of():
 )
 def test_what_only_a_sealed_node_has_a_use_for_is_refused_by_another_server(given: dict[str, object]):
     with pytest.raises(ConfigError, match="--sealed"):
-        read_attesting(ServerConfig(**given))
+        resolve_settings(given)
 
 
 def test_collateral_of_nvidia_is_read_where_gpus_vouch_and_refused_elsewhere():
