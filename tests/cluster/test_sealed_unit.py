@@ -310,7 +310,9 @@ def test_a_request_waits_for_the_leaders_own_machine_after_one_elsewhere_has_fai
     asyncio.run(run())
 
 
-def test_a_request_that_ends_every_engine_that_has_it_is_tried_three_times() -> None:
+def test_a_request_that_ends_every_engine_that_has_it_is_tried_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.engine.client.TRIAL_SPREAD_S", 0.1)
+
     async def run() -> None:
         async with opened_unit() as (client, ends):
             outputs: list[SequenceOutput] = []
@@ -318,6 +320,7 @@ def test_a_request_that_ends_every_engine_that_has_it_is_tried_three_times() -> 
             for _ in range(3):
                 drawn = await drawn_engine(ends)
                 await ends[drawn].read()
+                ends[drawn].sock.sendall(channel.frame(Outputs([], [Scheduled("r", 1.0, 0.0, 0, len(PROMPT))])))
                 ends.kill(drawn)
                 ends.running.add(drawn)
             await until(lambda: bool(outputs))

@@ -13,6 +13,7 @@ from cloister.launch.settings import resolve_settings
 from cloister.policy import Policy
 from cloister.policy.policy import Use
 from cloister.types.errors import ConfigError, PolicyError
+from cloister.types.refusals import RefusedSettings
 
 
 def test_replicas_divide_the_threads() -> None:
@@ -206,8 +207,10 @@ def test_only_one_user_may_have_kv_pass_through_ports_that_ask_nobody_who_they_a
 def test_a_strict_profile_moves_nothing_by_load_and_has_no_roles(profile: str) -> None:
     copies = {"replicate_hot_prefixes": True, "kv_transfer": "unix"}
     for flags in ({"rebalance": True}, {"prefill": 1, "decode": 1, "kv_transfer": "unix"}, copies):
-        with pytest.raises(PolicyError):
+        with pytest.raises((PolicyError, RefusedSettings)) as refused:
             resolve_settings({"replicas": 2, "profile": profile, **flags})
+        for refusal in refused.value.refusals if isinstance(refused.value, RefusedSettings) else ():
+            assert isinstance(refusal, PolicyError)
 
 
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
@@ -220,9 +223,9 @@ def test_a_sealed_node_may_have_roles_whose_kv_is_encrypted() -> None:
     settings = resolve_settings({**SEALED_ROLES, "profile": "private"})
     assert settings.server.config.router == "capacity_random"
     assert settings.server.config.slow_replicas == "report"
-    with pytest.raises(PolicyError, match="KV never leaves the engine"):
+    with pytest.raises(RefusedSettings, match=r"sealed-kv-transfer.*\n.*sealed-disagg.*KV never leaves the engine"):
         resolve_settings({**SEALED_ROLES, "profile": "paranoid"})
-    with pytest.raises(PolicyError, match="attested peers"):  # the same engines without a seal
+    with pytest.raises(RefusedSettings, match="attested peers"):  # the same engines without a seal
         resolve_settings({"replicas": 3, "prefill": 1, "decode": 2, "kv_transfer": "shm", "profile": "private"})
 
 

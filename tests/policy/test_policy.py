@@ -8,13 +8,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cloister.policy import Entry, Policy, Profile, Use, Verdict, apply_profile, default_profile, is_loopback
+from cloister.policy import Entry, Policy, Profile, Use, Verdict, default_profile, is_loopback, settings
 from cloister.policy.features import FEATURES
 from cloister.policy.matrix import row_of
 from cloister.scheduler.policies import POLICIES
 from cloister.types.config import EngineConfig, Resolved, resolve
 from cloister.types.errors import ConfigError, PolicyError
+from cloister.types.refusals import Refusals
 from cloister.types.registry import Registry
+
+
+def apply_profile(engine: Resolved[EngineConfig], **surroundings: Any) -> tuple[Policy, Resolved[EngineConfig]]:
+    with Refusals() as refusals:
+        return settings.apply_profile(engine, refusals=refusals, **surroundings)
 
 
 def engine_settings(*layers: tuple[str, dict[str, object]]) -> Resolved[EngineConfig]:
@@ -79,7 +85,7 @@ def test_the_default_profile_is_open_only_where_nobody_else_can_come(loopback: b
 @pytest.mark.parametrize("name", [name for name in POLICIES.names() if name not in FOLLOW_THE_CACHE])
 @pytest.mark.parametrize("profile", Profile)
 def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str) -> None:
-    entry = Entry.of(POLICIES, name)
+    entry = ("scheduler", Entry.of(POLICIES, name))
     apply_profile(engine_settings(("flag", {"profile": profile.value})), loopback=True, has_api_keys=True, entries=[entry])
 
 
@@ -87,7 +93,7 @@ def test_every_scheduler_is_let_in_by_every_profile(profile: Profile, name: str)
 def test_an_implementation_of_a_refused_row_cannot_start(row: str, strictest: str) -> None:
     tiers: Registry[type] = Registry("tier")
     tiers.register("far", row_of(row).threat)(dict)
-    entries = [Entry.of(tiers, "far")]
+    entries = [("kv_tier", Entry.of(tiers, "far"))]
     apply_profile(engine_settings(("flag", {"profile": strictest})), loopback=True, has_api_keys=True, entries=entries)
     with pytest.raises(PolicyError, match=rf"T6\.{row}\.paranoid.*tier 'far'.*allows it: .*{strictest}\."):
         apply_profile(engine_settings(("flag", {"profile": "paranoid"})), loopback=True, has_api_keys=True, entries=entries)
@@ -117,7 +123,7 @@ def test_a_check_fails_exactly_when_something_wanted_is_refused(profile: Profile
 @given(profile=st.sampled_from(Profile), name=st.sampled_from(sorted(FEATURES)))
 def test_no_default_is_on_where_it_is_refused(profile: Profile, name: str) -> None:
     policy = Policy(profile)
-    assert not (policy.resolve(name, None) and not policy.allows(name))
+    assert not (policy.is_default(name) and not policy.allows(name))
 
 
 @pytest.mark.parametrize(

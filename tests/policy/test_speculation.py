@@ -9,11 +9,13 @@ import pytest
 from cloister.policy import Profile, apply_profile
 from cloister.types.config import EngineConfig, Resolved, resolve
 from cloister.types.errors import ConfigError, PolicyError
+from cloister.types.refusals import Refusals
 
 
 def resolve_with(profile: str, *, sealed: bool = False, **flags: object) -> Resolved[EngineConfig]:
     engine = resolve(EngineConfig, [("flag", {"profile": profile, **flags})])
-    return apply_profile(engine, loopback=True, has_api_keys=False, sealed=sealed)[1]
+    with Refusals() as refusals:
+        return apply_profile(engine, loopback=True, has_api_keys=False, sealed=sealed, refusals=refusals)[1]
 
 
 @pytest.mark.parametrize("sealed", [False, True])

@@ -13,11 +13,14 @@ from types import MappingProxyType
 
 import pytest
 
-from cloister.launch.sealed import launch_sealed, loaded_beside
+from cloister.launch.sealed import fit_workers, launch_sealed, loaded_beside
 from cloister.launch.settings import resolve_settings
 from cloister.models import locate
 from cloister.private.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
 from cloister.private.unsealing import LocalUnsealer
+from cloister.private.workers.front_app import WAITING_WORKERS
+from cloister.server import serve
+from cloister.server.serve import RESERVED_FILES
 from cloister.trust.attestation import AttestationError, read_evidence, read_statement
 from cloister.trust.attestation.measuring import measure_model
 from cloister.trust.attestation.process import AttesterBoot
@@ -120,11 +123,19 @@ def test_a_machine_of_a_unit_may_open_the_files_of_all_its_requests(
 ):
     """A leader's front has six for a request that two engines of a member work on: client, worker, two ends, two links."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "1")  # as the launcher sets it, until the test ends
-    asked: list[int] = []
-    monkeypatch.setattr("cloister.server.serve.fit_connections", lambda _, files_each=1: asked.append(files_each))
+    limits = {"now": (64, 100_000)}
+    monkeypatch.setattr(serve.resource, "getrlimit", lambda _: limits["now"])
+    monkeypatch.setattr(serve.resource, "setrlimit", lambda _, new: limits.update(now=new))
     monkeypatch.setattr("cloister.trust.hardening.launching.execute", lambda launch: None)
-    launch_sealed(resolve_settings({"sealed": True, "max_num_seqs": 8, **unit}), ())
-    assert asked == [files_each]
+    settings = resolve_settings({"sealed": True, "max_num_seqs": 8, **unit})
+    launch_sealed(settings, ())
+    wanted = (2 if "unit_members" in unit else 1) * 8 + WAITING_WORKERS
+    assert limits["now"][0] == wanted * files_each + RESERVED_FILES
+    limits["now"] = (64, RESERVED_FILES + 9 * files_each)
+    assert fit_workers(settings.engine.config, settings.server.config) == (9, wanted)
+    limits["now"] = (64, RESERVED_FILES)
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        launch_sealed(settings, ())
 
 
 def test_settings_become_evidence(model: Path, tmp_path: Path):
@@ -217,7 +228,7 @@ def test_settings_of_the_server_say_what_evidence_is_made_of():
 )
 def test_what_only_a_sealed_node_has_a_use_for_is_refused_by_another_server(given: dict[str, object]):
     with pytest.raises(ConfigError, match="--sealed"):
-        read_attesting(ServerConfig(**given))
+        resolve_settings(given)
 
 
 def test_collateral_of_nvidia_is_read_where_gpus_vouch_and_refused_elsewhere():

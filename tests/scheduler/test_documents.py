@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import PrefixKeys
+from cloister.server.metrics import Metrics
 from cloister.types.documents import Documents
 from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import FinishReason
@@ -62,6 +63,27 @@ def test_documents_are_found_behind_one_that_is_new():
     count_computed(bench, A, B)
     assert count_computed(bench, C, A, B) == len(C) + len(QUESTION)
     assert count_computed(bench, A, [5] * 4, B) == 4 + len(QUESTION)
+
+
+def test_a_document_that_is_found_behind_a_new_one_is_a_prefix_hit_and_not_charged():
+    bench = Bench(block_size=SIZE, policy="fair")
+    ask(bench, "a", A, B, max_tokens=1, tenant="t")
+    policy, charged = bench.scheduler._policy, []
+    charge = policy.charge
+    policy.charge = lambda sequence, *work: (charged.append(work), charge(sequence, *work))
+    tokens, documents = join(C, A, B)
+    bench.add("b", tokens, documents=documents, max_tokens=2, tenant="t")
+    bench.step()
+    assert bench.step()
+    assert charged == [(len(C), 0), (len(QUESTION), 0)]
+    assert policy._tenants["t"].backlog == 0
+    bench.run()
+    metrics = Metrics()
+    for event in bench.events:
+        metrics.observe(event)
+    (end,) = bench.ended("b")
+    assert end.num_cached_tokens == len(PREFIX) + len(A) + len(B)
+    assert f"cloister_prefix_cache_hits_total {float(end.num_cached_tokens)}" in metrics.render().decode()
 
 
 def test_a_document_that_begins_like_another_is_found_up_to_where_they_part():

@@ -20,9 +20,10 @@ from cloister.policy import Policy
 from cloister.policy.settings import apply_profile_to_front
 from cloister.server import image_fetching
 from cloister.server.image_fetching import ImageFetcher, is_public, resolve
-from cloister.types.config import ServerConfig
+from cloister.types.config import Resolved, ServerConfig
 from cloister.types.config import resolve as resolve_settings
 from cloister.types.errors import ConfigError, InvalidRequestError, PolicyError
+from cloister.types.refusals import Refusals
 from tests.server.running_server import RunningServer, serving
 from tests.server.test_images import PNG, asks, complete, start
 from tests.server.test_images import part as data_part
@@ -311,18 +312,23 @@ def test_an_error_shows_nothing_of_a_url(server: RunningServer, site: Site, capl
     assert SECRET not in caplog.text
 
 
+def resolve_front(profile: str, front: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
+    with Refusals() as refusals:
+        return apply_profile_to_front(Policy(profile), front, refusals)
+
+
 @pytest.mark.parametrize("profile", ["open", "team", "private", "paranoid"])
 def test_the_profile_says_whether_it_may_be_switched_on(profile: str) -> None:
     wanted = resolve_settings(ServerConfig, [("flag", {"remote_images": True})])
     if profile in ("open", "team"):
-        assert apply_profile_to_front(Policy(profile), wanted).config.remote_images
+        assert resolve_front(profile, wanted).config.remote_images
     else:
         with pytest.raises(PolicyError, match=r"remote-images.*leave the setting `remote_images` out"):
-            apply_profile_to_front(Policy(profile), wanted)
-    assert not apply_profile_to_front(Policy(profile), resolve_settings(ServerConfig, [])).config.remote_images
+            resolve_front(profile, wanted)
+    assert not resolve_front(profile, resolve_settings(ServerConfig, [])).config.remote_images
 
 
 def test_a_sealed_node_fetches_nothing() -> None:
     wanted = resolve_settings(ServerConfig, [("flag", {"remote_images": True, "sealed": True})])
     with pytest.raises(ConfigError, match="sealed"):
-        apply_profile_to_front(Policy("team"), wanted)
+        resolve_front("team", wanted)

@@ -21,6 +21,7 @@ from cloister.server.calls import HttpCall
 from cloister.server.traces import ALLOWED, Parent, Span, Tracer, parse_traceparent, spans_of
 from cloister.types.config import ServerConfig, resolve
 from cloister.types.errors import ConfigError, PolicyError
+from cloister.types.refusals import Refusals
 from tests.server.running_server import MODEL, serving, start_slow, start_speaking
 from tests.server.test_bad_input import SECRET
 
@@ -217,15 +218,19 @@ def test_a_collector_that_does_not_work_costs_no_request_and_little_time(model_p
             assert not thread.is_alive()
 
 
+def resolve_front(profile, config):
+    with Refusals() as refusals:
+        return apply_profile_to_front(Policy(profile), config, refusals)
+
+
 @pytest.mark.parametrize("profile", ["private", "paranoid"])
 def test_a_strict_profile_refuses_traces_and_request_lines(profile):
     for setting, value in (("otlp_endpoint", "http://localhost:4318"), ("log_requests", True)):
         config = resolve(ServerConfig, [("flag", {setting: value})])
         with pytest.raises(PolicyError, match=rf"T6\.profiling\.\w+(-log)?\.{profile}.*`{setting}` \(flag\)"):
-            apply_profile_to_front(Policy(profile), config)
-    resolved = apply_profile_to_front(Policy(profile), resolve(ServerConfig, []))
-    assert resolved.config.log_requests is False
-    assert apply_profile_to_front(Policy("team"), resolve(ServerConfig, [])).config.log_requests is True
+            resolve_front(profile, config)
+    assert resolve_front(profile, resolve(ServerConfig, [])).config.log_requests is False
+    assert resolve_front("team", resolve(ServerConfig, [])).config.log_requests is True
 
 
 @pytest.mark.parametrize("endpoint", ["localhost:4318", "ftp://x", "http://", "http://host/?a=1"])

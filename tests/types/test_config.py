@@ -1,7 +1,8 @@
 import pytest
 
-from cloister.types.config import EngineConfig, ServerConfig, reject_unknown, resolve, setting_names
+from cloister.types.config import EngineConfig, ServerConfig, refuse_unknown, resolve, setting_names
 from cloister.types.errors import ConfigError
+from cloister.types.refusals import Refusals
 
 
 def test_later_layers_win_and_say_where_a_value_comes_from():
@@ -42,8 +43,8 @@ def test_a_whole_number_will_do_for_a_fraction():
 
 
 def test_a_misspelt_setting_is_met_with_the_nearest_one():
-    with pytest.raises(ConfigError, match="did you mean 'block_size'"):
-        reject_unknown(["blok_size"], setting_names(EngineConfig), "x.toml")
+    with pytest.raises(ConfigError, match="did you mean 'block_size'"), Refusals() as refusals:
+        refuse_unknown(["blok_size"], setting_names(EngineConfig), "x.toml", refusals)
 
 
 def test_an_explained_value_carries_its_reason():

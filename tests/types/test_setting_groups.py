@@ -2,6 +2,7 @@ import pytest
 
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
+from cloister.types.refusals import Refusals
 from cloister.types.setting_groups import COMMON, GROUPS, flatten_groups, list_groups
 
 
@@ -23,8 +24,9 @@ def test_tables_by_group_and_plain_keys_say_the_same():
         "sealed": {"sealed": True},
     }
     plain = {"model": "m", "quant": "int8", "port": 1, "scheduler": "fair", "sealed": True}
-    assert flatten_groups(grouped, "f") == plain
-    assert flatten_groups(plain, "f") == plain
+    with Refusals() as refusals:
+        assert flatten_groups(grouped, "f", refusals) == plain
+        assert flatten_groups(plain, "f", refusals) == plain
 
 
 @pytest.mark.parametrize(
@@ -37,5 +39,5 @@ def test_tables_by_group_and_plain_keys_say_the_same():
     ],
 )
 def test_a_setting_in_the_wrong_place_is_refused(given, said):
-    with pytest.raises(ConfigError, match=said):
-        flatten_groups(given, "f")
+    with pytest.raises(ConfigError, match=said), Refusals() as refusals:
+        flatten_groups(given, "f", refusals)

@@ -15,14 +15,13 @@ from cloister.engine.adapters import AdapterCalls
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.calls import EngineCalls
 from cloister.engine.in_flight import (
-    PERHAPS_POISONED,
-    POISONED,
     EventListener,
     InFlightRequest,
     InFlightRequests,
     RequestObserver,
     Sink,
 )
+from cloister.engine.poison_requests import TRIAL_SPREAD_S
 from cloister.engine.replica_snapshot import (
     ReplicaSnapshot,
     ReplicaState,
@@ -135,6 +134,7 @@ class EngineClient(RequestClient):
         self._is_open = False
         self._is_draining = False
         self._fault: str | None = None
+        self._trial: asyncio.TimerHandle | None = None
         if transport.ready is not None:
             self._introduce(transport.ready)
 
@@ -456,6 +456,17 @@ class EngineClient(RequestClient):
 
     def _send_due(self) -> None:
         """Hands over requests that were held, if the engine can have them now."""
+        if self._replaces or not self._requests.awaits_trial:
+            self._hand_over()
+        elif self._trial is None:  # other clients of the engine try theirs at other times
+            delay_s = secrets.SystemRandom().uniform(0.0, TRIAL_SPREAD_S)
+            self._trial = asyncio.get_running_loop().call_later(delay_s, self._begin_trial)
+
+    def _begin_trial(self) -> None:
+        self._trial = None
+        self._hand_over()
+
+    def _hand_over(self) -> None:
         if self._is_open:
             for message in self._requests.take_due():
                 self._transport.send(message)
@@ -670,9 +681,8 @@ class EngineClient(RequestClient):
         num_requests, num_kept, num_rescued = len(self._requests), 0, 0
         can_go_on = self._supervision.restarts is not None or self.rescue is not None
         if can_go_on and not self._is_draining:
-            poisoned = POISONED if self._replaces else PERHAPS_POISONED
             is_carried = isinstance(self._transport, SealedWorkerTransport) and self._transport.is_carried
-            num_kept = self._requests.keep_resumable(reply, poisoned, is_dead=not is_carried)
+            num_kept = self._requests.keep_resumable(reply, is_dead=not is_carried, is_shared=not self._replaces)
             if self.rescue is not None:
                 num_rescued = num_kept - self._requests.release(self.rescue, confined=not self._replaces)
         else:

@@ -412,15 +412,21 @@ class InFlightRequests:
         for request_id, found in list(self._by_id.items()):
             self.end(request_id, FinishReason.ERROR if found.sink is not None else FinishReason.ABORT, error)
 
-    def keep_resumable(self, error: str, poisoned: str = POISONED, *, is_dead: bool = True) -> int:
+    @property
+    def awaits_trial(self) -> bool:
+        """Whether a request that may kill the engine waits to be tried."""
+        return any(found.suspect.standing is Standing.CONFINED for found in self._held.values())
+
+    def keep_resumable(self, error: str, *, is_dead: bool = True, is_shared: bool = False) -> int:
         """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
-        the reply, and one that is found to kill its engines, with `poisoned`. Returns how many it keeps.
+        the reply, and one that is found to kill its engines. Returns how many it keeps.
 
         Args:
             is_dead: False: perhaps only the network to it has failed, which no request has done.
+            is_shared: the engine may have had requests of clients that this one does not know.
         """
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
-        culprit = None if self._of_others or not is_dead else judge([found.suspect for found in sent])
+        culprit = None if self._of_others or not is_dead else judge([found.suspect for found in sent], is_shared=is_shared)
         if self._leaving:
             culprit = None  # it was not alone: the engine also had what was leaving it, shadows included
         self.lose_engine()
@@ -431,7 +437,7 @@ class InFlightRequests:
                 self.end(request_id, FinishReason.ABORT, error)
             elif found.suspect is culprit:
                 _logger.error("a request killed its engine again and again, the last time alone; it ends with an error")
-                self.end(request_id, FinishReason.ERROR, poisoned)
+                self.end(request_id, FinishReason.ERROR, PERHAPS_POISONED if is_shared else POISONED)
             else:
                 self._arrive(found)
                 self._happen(found, Lost(request_id, now))

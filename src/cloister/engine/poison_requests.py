@@ -8,6 +8,9 @@
 
 So three deaths find a culprit, four if cleared requests ran beside it, and a request that lost two engines never ends for that.
 That a connection to an engine of another machine ends is no death: a network that is cut accuses nobody.
+
+The worker of a sealed request knows no other one, so it cannot see that its request has the engine to itself. Each worker waits
+for a random time before its confined request is tried: of those that shared two deaths hardly two are tried at once.
 """
 
 from __future__ import annotations
@@ -21,6 +24,8 @@ PROBATION_STEPS: Final = 4
 """A suspect is cleared after so many steps that brought it tokens."""
 PROBATION_GROWTH: Final = 4
 """Each time that a request was cleared and accused again it has to take so many times as many steps: some kill late."""
+TRIAL_SPREAD_S: Final = 10.0
+"""Longest wait before the trial of a request whose client does not know what else the engine has: many times what one takes."""
 NUM_SAFE_LOSSES: Final = 2
 """A request never ends with an error because its engine died so often or less."""
 
@@ -73,13 +78,15 @@ class Suspect:
         return self.has_slot or self.prepares
 
 
-def judge(lost: Sequence[Suspect]) -> Suspect | None:
+def judge(lost: Sequence[Suspect], *, is_shared: bool = False) -> Suspect | None:
     """Accuses requests of an engine that has died, and returns the culprit if it is known.
 
     Args:
-        lost: all requests that the engine had.
+        lost: all requests that the engine had, as far as this client knows.
+        is_shared: it may have had others: one that it had not begun, as it waited behind them, gets another trial.
     """
-    if len(lost) == 1 and lost[0].standing is Standing.CONFINED:
+    is_alone = len(lost) == 1 and lost[0].standing is Standing.CONFINED
+    if is_alone and (not is_shared or lost[0].is_begun or lost[0].num_trials):
         return lost[0]
     begun = [suspect for suspect in lost if suspect.is_begun]
     accused = [suspect for suspect in begun if suspect.standing is not Standing.CLEARED] or begun or list(lost)

@@ -39,7 +39,7 @@ def choose_default_model(
     if store.find(default.name) is not None:
         return _with_model(settings, default.name, "the default; it was pulled before")
     embedded = settings.engine.config.model
-    if not settings.policy.resolve(_FEATURE, None):
+    if not settings.policy.is_default(_FEATURE):
         why = f"the profile {settings.policy.profile.value} downloads nothing at start; `cloister pull {default.name}` does"
     elif not may_pull:
         return _with_model(

@@ -22,7 +22,7 @@ from cloister.models.location import find_named
 from cloister.models.pulling.store import MANIFEST
 from cloister.policy import Gate
 from cloister.trust import hardening
-from cloister.types.config import EngineConfig, parse_adapters, parse_unit_members
+from cloister.types.config import EngineConfig, ServerConfig, parse_adapters, parse_unit_members
 from cloister.types.errors import ConfigError
 from cloister.types.processes import overwrites
 
@@ -42,10 +42,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     Raises:
         CloisterError: the model cannot be found, or there are several.
     """
-    from cloister.cluster.sealed_unit import count_engines
     from cloister.private.attesting import read_attesting
-    from cloister.private.workers.front_app import WAITING_WORKERS
-    from cloister.server.serve import fit_connections
     from cloister.trust.hardening.launching import Launch, execute, reading
 
     if settings.models:
@@ -57,11 +54,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     files += map(str, manifests(config))
     attesting = read_attesting(front)
     members = parse_unit_members(front.unit_members)
-    # each engine may have a channel of every worker, and no process of the node may raise its limit later; the front carries
-    # those from and to other machines
-    is_in_unit = members or front.unit_port is not None
-    files_each = FILES_OF_CARRIED_REQUEST if is_in_unit else 1
-    fit_connections(count_engines(front) * config.max_num_seqs + WAITING_WORKERS, files_each=files_each)
+    fit_workers(config, front)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
     execute(
         Launch(
@@ -78,6 +71,27 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
             arguments=tuple(arguments),
         )
     )
+
+
+def fit_workers(config: EngineConfig, front: ServerConfig) -> tuple[int, int]:
+    """Raises this process's file limit for the workers of a node, which processes that it starts inherit.
+
+    Each engine may have a channel of every worker, and no process of the node may raise its limit later. The front carries
+    channels from and to other machines.
+
+    Returns:
+        How many workers there may be at once, and how many there would be without the limit.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    from cloister.cluster.sealed_unit import count_engines
+    from cloister.private.workers.front_app import WAITING_WORKERS
+    from cloister.server.serve import raise_file_limit
+
+    is_in_unit = front.unit_members is not None or front.unit_port is not None
+    wanted = count_engines(front) * config.max_num_seqs + WAITING_WORKERS
+    return raise_file_limit(wanted, FILES_OF_CARRIED_REQUEST if is_in_unit else 1), wanted
 
 
 def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
@@ -111,11 +125,11 @@ def _draft_names(config: EngineConfig) -> list[str]:
 
 async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
-    from cloister.cluster.sealed_unit import SealedUnit, count_engines
+    from cloister.cluster.sealed_unit import SealedUnit
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
     from cloister.private.peers import read_secret
     from cloister.private.unit.machine import DrainedMachine, open_machine
-    from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
+    from cloister.private.workers.front_app import WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
     from cloister.private.workers.worker_pool import WorkerPool, start_module
     from cloister.private.workers.zygote import ZygoteBoot
@@ -169,12 +183,15 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
         announce(line)
     announce(f"keys in the key service ({pool.memory}), one worker for each request")
+    max_workers, wanted = fit_workers(config, front)
+    if max_workers < wanted:
+        announce(f"warning: its file limit leaves room for {max_workers} requests at once, not {wanted}; raise it (ulimit -n)")
     app = worker_node_app(
         pool,
         engine.health,
         evidence=announcer.evidence,
         gateway_secret=gateway_secret,
-        max_workers=count_engines(front) * config.max_num_seqs + WAITING_WORKERS,
+        max_workers=max_workers,
         takes_requests=machine is None or machine.takes_requests,
     )
     announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so

@@ -9,9 +9,9 @@ from cloister.launch.app import build_gate, open_model_switcher, open_plain
 from cloister.launch.processes import close_front
 from cloister.launch.settings import Settings
 from cloister.policy import is_loopback
-from cloister.types.config import ATTESTING, ServerConfig
-from cloister.types.errors import ConfigError
+from cloister.types.config import ServerConfig
 from cloister.types.logs import set_up_logging
+from cloister.types.refusals import Refusals
 
 if TYPE_CHECKING:
     from cloister.server.serve import ServerApp
@@ -20,15 +20,6 @@ READABLE: Final = (
     "warning: without TLS, keys, prompts and answers cross the network readable; add --certfile and --keyfile, or put a proxy "
     "with TLS in front"
 )
-
-
-def check_attesting(front: ServerConfig) -> None:
-    """Raises ConfigError if settings of evidence are inconsistent; loads the attester only if there are some."""
-    unset = ServerConfig()
-    if front.sealed or any(getattr(front, name) != getattr(unset, name) for name in ATTESTING):
-        from cloister.private.attesting import read_attesting
-
-        read_attesting(front)
 
 
 def is_readable_on_the_way(config: ServerConfig) -> bool:
@@ -47,10 +38,13 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
     """
     from cloister.server.serve import serve as run_server
 
-    check_attesting(settings.server.config)
-    gate = build_gate(settings)
-    if settings.server.config.gateway_secret is not None and not settings.server.config.sealed:
-        raise ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
+    with Refusals() as refusals:
+        if settings.server.config.sealed:
+            from cloister.private.attesting import read_attesting
+
+            with refusals.collect():
+                read_attesting(settings.server.config)
+        gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)
     if is_readable_on_the_way(settings.server.config):
         announce(READABLE)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Final
@@ -18,17 +18,19 @@ from cloister.policy.policy import Use
 from cloister.policy.settings import SESSION_SHARES
 from cloister.scheduler.policies import POLICIES
 from cloister.types.config import (
+    ATTESTING,
     AUTO_DRAFTER,
     NO_DRAFTER,
     EngineConfig,
     Resolved,
     ServerConfig,
     parse_unit_members,
-    reject_unknown,
-    resolve,
+    refuse_unknown,
+    resolve_readable,
     setting_names,
 )
-from cloister.types.errors import ConfigError
+from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.refusals import Refusals
 from cloister.types.setting_groups import GROUPS, flatten_groups
 from cloister.types.text_files import read_text_file
 
@@ -69,96 +71,100 @@ def resolve_settings(
         listens: False for an engine without a socket, such as `LLM`'s.
 
     Raises:
-        ConfigError: a setting is unknown, invalid or contradicts another one.
+        ConfigError: a setting is unknown, invalid or contradicts another one; if several are wrong or refused,
+            `RefusedSettings`.
         PolicyError: the profile denies what a setting requests.
     """
+    with Refusals() as refusals:
+        return _resolve_all(flags or {}, config_file, listens, refusals)
+
+
+def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens: bool, refusals: Refusals) -> Settings:
     known = setting_names(EngineConfig, ServerConfig)
-    known_flags = known if listens else setting_names(EngineConfig)
     layers: list[tuple[str, Mapping[str, object]]] = []
     tables: Mapping[str, Mapping[str, object]] = {}
     if not listens:
         layers.append(("no client reads streams of a batch", {"max_stall": OFFLINE_STALL}))
     if config_file is not None:
         from_file = _read_toml(config_file)
-        tables = _take_models(from_file, config_file.name)
-        from_file = flatten_groups(from_file, config_file.name)
-        reject_unknown(from_file, [*known, *GROUPS], config_file.name)
+        tables = _take_models(from_file, config_file.name, refusals)
+        from_file = flatten_groups(from_file, config_file.name, refusals)
+        refuse_unknown(from_file, [*known, *GROUPS], config_file.name, refusals)
         layers.append((f"file {config_file.name}", from_file))
-    if flags:
-        reject_unknown(flags, known_flags, "the settings given")
-        layers.append(("flag", flags))
+    refuse_unknown(flags, known if listens else setting_names(EngineConfig), "the settings given", refusals)
+    layers.append(("flag", flags))
     if not tables:
-        return _resolve_layers(layers, listens)
+        return _resolve_layers(layers, listens, refusals)
     for name, unset in (("replicas", 1), ("max_replicas", None), ("on", LOCAL)):
         if listens and any(given.get(name, unset) != unset for _, given in layers):
-            raise ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param=name)
+            refusals.add(ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param=name))
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
         raise ConfigError(
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
             param="models",
         )
-    each = {name: _resolve_layers([*layers, (f"models.{name}", table)], listens) for name, table in tables.items()}
+    each = {name: _resolve_layers([*layers, (f"models.{name}", table)], listens, refusals) for name, table in tables.items()}
     first = next(iter(each.values()))
     return replace(first, models={name: settings.engine for name, settings in each.items()})
 
 
-def _take_models(from_file: dict[str, object], source: str) -> Mapping[str, Mapping[str, object]]:
+def _take_models(from_file: dict[str, object], source: str, refusals: Refusals) -> Mapping[str, Mapping[str, object]]:
     """Removes the tables `[models.NAME]` from a file's settings and returns them.
 
+    Refused are tables that name no model, or contain a setting of the whole server.
+
     Raises:
-        ConfigError: they are not tables, name no model, or contain a setting of the whole server.
+        ConfigError: they are not tables.
     """
     tables = from_file.pop("models", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f'models in {source} must be tables: [models.NAME] with model = "..."', param="models")
     known = [name for name in setting_names(EngineConfig) if name != "profile"]
-    flat = {name: flatten_groups(table, f"[models.{name}] of {source}") for name, table in tables.items()}
+    flat = {name: flatten_groups(table, f"[models.{name}] of {source}", refusals) for name, table in tables.items()}
     for name, table in flat.items():
-        reject_unknown(table, known, f"[models.{name}] of {source}")
+        refuse_unknown(table, known, f"[models.{name}] of {source}", refusals)
         if "model" not in table:
-            raise ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model")
+            refusals.add(ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model"))
     return flat
 
 
-def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool) -> Settings:
+def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens: bool, refusals: Refusals) -> Settings:
     """Resolves the settings of one engine and its front from layers of settings."""
-    server = _resolve_scaling(resolve(ServerConfig, layers))
-    engine = _resolve_machine(resolve(EngineConfig, layers), read_machine(), server.config)
-    quant_entries = _quant_entries(engine.config.quant)
-    _check_replicas(server.config, engine.config)
+    server = resolve_readable(ServerConfig, layers, refusals)
+    engine = resolve_readable(EngineConfig, layers, refusals)
+    server = _resolve_scaling(server, refusals)
+    engine = _resolve_machine(engine, read_machine(), server.config)
+    refusals.extend(_check_replicas(server.config, engine.config))
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
-        _check_roles(server.config)
-    if listens and server.config.sealed:
-        engine = _resolve_sealed(engine)
+        refusals.extend(_check_roles(server.config))
+    if not server.config.sealed:
+        refusals.extend(_check_unsealed(server.config))
+    elif listens:
+        engine = _resolve_sealed(engine, refusals)
     policy, engine = apply_profile(
         engine,
         loopback=not listens or is_loopback(server.config.host),
         has_api_keys=listens and (server.config.api_keys is not None or server.config.oidc is not None),
         sealed=listens and server.config.sealed,
         num_tenants=_count_tenants(server.config) if listens else 0,
-        entries=(
-            Entry.of(BACKENDS, chosen_backend(engine.config)),
-            Entry.of(POLICIES, engine.config.scheduler),
-            *quant_entries,
-            *_drafter_entries(engine.config),
-        ),
+        entries=_find_entries(engine.config, refusals),
+        refusals=refusals,
     )
-    _check_kv_transfer(policy, engine.config, server.config, num_replicas=server.config.replicas if listens else 1)
-    _check_kv_tier(policy, engine.config, server.config)
-    resolved = Settings(engine, _resolve_router(policy, apply_profile_to_front(policy, server)), policy)
-    _check_handover(server.config, engine.config)
-    if server.config.on == "ray" and importlib.util.find_spec("ray") is None:  # last: the profile may refuse it anyway
-        raise ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on")
+    num_replicas = server.config.replicas if listens else 1
+    refusals.extend(_check_kv_transfer(policy, engine.config, server.config, num_replicas=num_replicas))
+    refusals.extend(_check_kv_tier(policy, engine.config, server.config))
+    front = apply_profile_to_front(policy, server, refusals)
+    resolved = Settings(engine, _resolve_router(policy, front, refusals), policy)
+    refusals.extend(_check_handover(server.config, engine.config))
+    if server.config.on == "ray" and importlib.util.find_spec("ray") is None:
+        refusals.add(ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on"))
     return resolved
 
 
-def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfig, *, num_replicas: int) -> None:
-    """Refuses an exchange of KV that the profile denies, or that has no effect.
-
-    Raises:
-        ConfigError: it has no effect, or `kv_transfer` is no address.
-        PolicyError: the profile denies it.
-    """
+def _check_kv_transfer(
+    policy: Policy, config: EngineConfig, server: ServerConfig, *, num_replicas: int
+) -> Iterator[CloisterError]:
+    """Refuses an exchange of KV that the profile denies, that has no effect, or that `kv_transfer` gives no address for."""
     if config.kv_transfer is None:
         return
     from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
@@ -168,70 +174,66 @@ def _check_kv_transfer(policy: Policy, config: EngineConfig, server: ServerConfi
         choices = [name for name in KV_TRANSPORTS.names() if (name == SEALED_LINKS) == server.sealed]
         raise ConfigError(f"unknown transport of KV {min(unknown)!r}; choose one of: {', '.join(choices)}", param="kv_transfer")
     if len(set(names)) < len(names):
-        raise ConfigError("kv_transfer names a transport twice; name each once", param="kv_transfer")
+        yield ConfigError("kv_transfer names a transport twice; name each once", param="kv_transfer")
     feature = "sealed-kv-transfer" if server.sealed else "kv-transfer"
-    policy.check({feature: Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
+    yield from policy.refusals({feature: Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
     if server.sealed != (config.kv_transfer == SEALED_LINKS):  # before transports are judged, of which this node uses its own
-        raise ConfigError(
+        yield ConfigError(
             f"engines of a sealed node exchange KV over links of their own; set kv_transfer to {SEALED_LINKS}"
             if server.sealed
             else f"kv_transfer {SEALED_LINKS} is between engines of a sealed node; add sealed, or set it to shm",
             param="kv_transfer",
         )
     is_through_mooncake = "mooncake" in names
-    policy.check({"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")})
+    yield from policy.refusals(
+        {"kv-transfer-mooncake": Use(is_through_mooncake, f"setting `kv_transfer` {config.kv_transfer}")}
+    )
     for name in names:
-        entry = Entry.of(KV_TRANSPORTS, name)
-        policy.check_entry(entry.kind, entry.name, entry.threat)
+        yield from policy.entry_refusals(Entry.of(KV_TRANSPORTS, name), "kv_transfer")
     if server.sealed and not (server.prefill or server.decode):
-        raise ConfigError(
+        yield ConfigError(
             "in a sealed node KV passes from engines that compute prompts to those that go on; set prefill and decode, or leave"
             " kv_transfer out",
             param="kv_transfer",
         )
     if lacks_address(config.kv_transfer) != (server.on != LOCAL):
-        raise ConfigError(
+        yield ConfigError(
             f"on {server.on}, engines are on several machines, and listen on their addresses; set kv_transfer to shm,tls"
             if server.on != LOCAL
             else "kv_transfer tls has no address to listen on; set it to shm, or tls://HOST:0",
             param="kv_transfer",
         )
     if has_fixed_port(config.kv_transfer):
-        raise ConfigError("each replica listens on a port of its own; set kv_transfer to tls://HOST:0", param="kv_transfer")
+        yield ConfigError("each replica listens on a port of its own; set kv_transfer to tls://HOST:0", param="kv_transfer")
     if num_replicas == 1:
-        raise ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
+        yield ConfigError("kv_transfer is between replicas; set replicas to 2 or more, or leave it out", param="kv_transfer")
     if not config.prefix_cache:
-        raise ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
+        yield ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
     if is_through_mooncake and importlib.util.find_spec("mooncake") is None:  # last: the profile may refuse it anyway
-        raise ConfigError(
+        yield ConfigError(
             "kv_transfer mooncake needs an extra: pip install 'cloister[mooncake]'; or set it to shm", param="kv_transfer"
         )
 
 
-def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -> None:
-    """Refuses a tier that the profile denies, or that has no effect.
-
-    Raises:
-        ConfigError: it has no effect, or `kv_tier` names no tier.
-        PolicyError: the profile denies it.
-    """
+def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -> Iterator[CloisterError]:
+    """Refuses a tier that the profile denies, or that has no effect, and a `kv_tier` that names none."""
     lossy = is_lossy(config.kv_tier_codec)
     if config.kv_tier is None:
         if config.kv_tier_codec is not None:
-            raise ConfigError(
+            yield ConfigError(
                 "kv_tier_codec compresses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_codec"
             )
         if config.kv_tier_admission is not None:
-            raise ConfigError(
+            yield ConfigError(
                 "kv_tier_admission chooses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_admission"
             )
         return
     from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
     from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS
 
-    policy.check({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
+    yield from policy.refusals({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
     if lossy and config.numerics == "exact":
-        raise ConfigError(
+        yield ConfigError(
             f"kv_tier_codec {config.kv_tier_codec} may change answers, depending on what was evicted; choose lossless or auto, "
             "or set numerics fast",
             param="kv_tier_codec",
@@ -241,140 +243,143 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
     for where in tiers:
         entry = Entry.of(KV_TIERS, where.name)
         feature = "kv-tier-peer" if where.lends else "kv-tier-shared" if where.is_shared else "kv-tier"
-        policy.check({feature: Use(True, f"setting `kv_tier` {where.name}")})
-        policy.check_entry(entry.kind, entry.name, entry.threat)
+        yield from policy.refusals({feature: Use(True, f"setting `kv_tier` {where.name}")})
+        yield from policy.entry_refusals(entry, "kv_tier")
     admission = Entry.of(TIER_ADMISSIONS, config.kv_tier_admission or DEFAULT_ADMISSION)
-    policy.check_entry(admission.kind, admission.name, admission.threat)
+    yield from policy.entry_refusals(admission, "kv_tier_admission")
     if not config.prefix_cache:
-        raise ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
+        yield ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
     if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):
-        raise ConfigError(ONLY_REPLICAS, param="kv_tier")
+        yield ConfigError(ONLY_REPLICAS, param="kv_tier")
     if any(where.is_shared for where in tiers) and config.kv_tier_codec is not None:
-        raise ConfigError(
+        yield ConfigError(
             "a shared tier is not compressed, as its engines would choose levels of their own; leave kv_tier_codec out, or "
             "set kv_tier to host:SIZE",
             param="kv_tier_codec",
         )
     if any(where.num_bytes is None and (where.storage.is_memory or server.replicas > 1) for where in tiers):
-        raise ConfigError(
+        yield ConfigError(
             "give kv_tier a size, such as host:4G; of several replicas each has a tier of its own", param="kv_tier"
         )
 
 
-def _resolve_scaling(server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
-    """Reserves places for as many replicas as there may be, and has the last engine end if none need stay.
-
-    Raises:
-        ConfigError: settings of scaling contradict each other or others, or have no effect.
-    """
+def _resolve_scaling(server: Resolved[ServerConfig], refusals: Refusals) -> Resolved[ServerConfig]:
+    """Reserves places for as many replicas as there may be, and has the last engine end if none need stay."""
+    refusals.extend(_check_scaling(server.config))
     config = server.config
+    if config.max_replicas is None:
+        return server
+    server = server.explain(replicas=(config.max_replicas, "max_replicas"))
+    if config.min_replicas == 0 and config.idle_timeout_s is None:
+        server = server.explain(idle_timeout_s=(config.downscale_delay_s, "min_replicas 0"))
+    return server
+
+
+def _check_scaling(config: ServerConfig) -> Iterator[CloisterError]:
+    """Refuses settings of scaling that contradict each other or others, or have no effect."""
     most, least = config.max_replicas, config.min_replicas
     if most is None:
         defaults = ServerConfig()
         for name in ("min_replicas", "upscale_delay_s", "downscale_delay_s"):
             if getattr(config, name) != getattr(defaults, name):
-                raise ConfigError(f"{name} is for replicas that come and go; set max_replicas, or leave it out", param=name)
-        return server
+                yield ConfigError(f"{name} is for replicas that come and go; set max_replicas, or leave it out", param=name)
+        return
     if config.replicas > 1:
-        raise ConfigError("min_replicas and max_replicas say how many replicas there are; leave replicas out", param="replicas")
+        yield ConfigError("min_replicas and max_replicas say how many replicas there are; leave replicas out", param="replicas")
     if config.sealed:
-        raise ConfigError(
+        yield ConfigError(
             "a sealed node has as many engines as it states; set replicas, and leave max_replicas out", param="max_replicas"
         )
     fewest = max(least or 1, bool(config.prefill) + bool(config.decode))  # the last one of a role stays
     if fewest + config.standby > most:
         beside = f" beside {config.standby} that stand by" if config.standby else ""
-        raise ConfigError(
+        yield ConfigError(
             f"{fewest} replicas stay{beside}, so set max_replicas to {fewest + config.standby} or more", param="max_replicas"
         )
-    server = server.explain(replicas=(most, "max_replicas"))
     if least != 0:
         if config.idle_timeout_s is not None:
-            raise ConfigError(
+            yield ConfigError(
                 f"min_replicas {least or 1} keeps engines that idle_timeout_s would end; set min_replicas to 0, or leave "
                 "idle_timeout_s out",
                 param="idle_timeout_s",
             )
-        return server
+        return
     for name, asked in (("on", config.on != LOCAL), ("standby", bool(config.standby))):
         if asked:
-            raise ConfigError(
+            yield ConfigError(
                 f"engines on other machines, and those beside one that stands by, do not end while idle; set min_replicas to 1 "
                 f"or more, or leave {name} out",
                 param="min_replicas",
             )
-    if config.idle_timeout_s is None:
-        server = server.explain(idle_timeout_s=(config.downscale_delay_s, "min_replicas 0"))
-    return server
 
 
-def _check_replicas(server: ServerConfig, config: EngineConfig) -> None:
+def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[CloisterError]:
     """Refuses settings of replicas that cannot be combined, or have no effect."""
     if server.idle_keeps is not None and server.idle_timeout_s is None:
-        raise ConfigError(
+        yield ConfigError(
             "idle_keeps says what stays when engines end; set idle_timeout_s, or leave it out", param="idle_keeps"
         )
     if server.idle_keeps == "weights" and server.fork_server is False:
-        raise ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
+        yield ConfigError("the template of the fork server keeps the weights; switch fork_server on", param="idle_keeps")
     if server.router is not None and server.replicas == 1 and not (server.sealed and _is_in_unit(server)):
-        raise ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
+        yield ConfigError("router divides requests among replicas; set replicas to 2 or more, or leave it out", param="router")
     if server.slow_replicas is not None and server.replicas == 1:
-        raise ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
+        yield ConfigError("slow_replicas compares replicas; set replicas to 2 or more, or leave it out", param="slow_replicas")
     if server.verify_replay and server.replicas == 1:
-        raise ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
+        yield ConfigError("verify_replay compares replicas; set replicas to 2 or more, or leave it out", param="verify_replay")
     if server.verify_replay and config.numerics != "exact":
-        raise ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
+        yield ConfigError("verify_replay compares tokens, which are equal with numerics exact only", param="verify_replay")
     if server.standby and server.standby >= server.replicas:
-        raise ConfigError(
+        yield ConfigError(
             f"standby says how many of the replicas wait; set replicas to {server.standby + 1} or more, or leave it out",
             param="standby",
         )
     if server.standby and server.idle_timeout_s is not None:
-        raise ConfigError(
+        yield ConfigError(
             "engines that stand by are never asked, and would end as idle; leave standby or idle_timeout_s out", param="standby"
         )
     if server.replicate_hot_prefixes and server.replicas == 1:
-        raise ConfigError(
+        yield ConfigError(
             "replicate_hot_prefixes copies KV between replicas; set replicas to 2 or more, or leave it out",
             param="replicate_hot_prefixes",
         )
     if server.replicate_hot_prefixes and config.kv_transfer is None:
         where = "shm" if server.on == LOCAL else "shm,tls"
-        raise ConfigError(
+        yield ConfigError(
             f"replicate_hot_prefixes copies KV between replicas; set kv_transfer to {where}, or leave it out",
             param="replicate_hot_prefixes",
         )
     if server.sealed:
-        _check_sealed_replicas(server)
-        _check_unit(server)
+        yield from _check_sealed_replicas(server)
+        yield from _check_unit(server)
     if server.on == LOCAL and server.ray_address is not None:
-        raise ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
+        yield ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
     if server.on != LOCAL and server.idle_timeout_s is not None:
-        raise ConfigError(
+        yield ConfigError(
             f"only engines of this machine end while idle; leave idle_timeout_s out, or on {server.on}", param="idle_timeout_s"
         )
     if server.on != LOCAL and server.fork_server:
-        raise ConfigError(
+        yield ConfigError(
             f"only engines of this machine are forked; leave fork_server out, or on {server.on}", param="fork_server"
         )
     if server.max_ttft_s is not None and server.router != "conductor":
-        raise ConfigError(
+        yield ConfigError(
             "max_ttft_s needs the router that predicts it; set router to conductor, and replicas to 2 or more",
             param="max_ttft_s",
         )
 
 
-def _check_sealed_replicas(server: ServerConfig) -> None:
+def _check_sealed_replicas(server: ServerConfig) -> Iterator[CloisterError]:
     """Refuses replicas that one statement cannot cover, and what needs a front that sees requests."""
     if server.on != LOCAL:
-        raise ConfigError("a sealed node is one machine; leave on out, and start more nodes", param="on")
+        yield ConfigError("a sealed node is one machine; leave on out, and start more nodes", param="on")
     if server.replicas > MAX_SEALED_ENGINES:
-        raise ConfigError(
+        yield ConfigError(
             f"a node's statement has room for {MAX_SEALED_ENGINES} engines; set replicas to less, and start more nodes",
             param="replicas",
         )
     if server.router not in (None, DRAWN):
-        raise ConfigError(
+        yield ConfigError(
             f"nothing in a sealed node sees what the requests of others are; set router to {DRAWN}, or leave it out",
             param="router",
         )
@@ -386,23 +391,23 @@ def _check_sealed_replicas(server: ServerConfig) -> None:
         "slow_replicas": server.slow_replicas == "avoid",
     }
     for name in (name for name, is_asked in needing.items() if is_asked):
-        raise ConfigError(f"the front of a sealed node sees no request, so it cannot do this; leave {name} out", param=name)
+        yield ConfigError(f"the front of a sealed node sees no request, so it cannot do this; leave {name} out", param=name)
 
 
-def _check_unit(server: ServerConfig) -> None:
+def _check_unit(server: ServerConfig) -> Iterator[CloisterError]:
     """Refuses a unit of several machines that is none."""
     if server.unit_members is not None and server.unit_port is not None:
-        raise ConfigError(
+        yield ConfigError(
             "a node leads a unit or is a member of one; leave unit_members out on members, and unit_port on the leader",
             param="unit_members",
         )
     parse_unit_members(server.unit_members)
     if server.unit_policy is not None and not _is_in_unit(server):
-        raise ConfigError(
+        yield ConfigError(
             "unit_policy is for machines of a unit; set unit_members or unit_port, or leave it out", param="unit_policy"
         )
     if server.unit_port is not None and server.unit_port == server.port:
-        raise ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
+        yield ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
 
 
 def _is_in_unit(server: ServerConfig) -> bool:
@@ -410,7 +415,7 @@ def _is_in_unit(server: ServerConfig) -> bool:
     return server.unit_members is not None or server.unit_port is not None
 
 
-def _check_roles(server: ServerConfig) -> None:
+def _check_roles(server: ServerConfig) -> Iterator[CloisterError]:
     """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
     from cloister.cluster.roles import assign_roles
 
@@ -419,7 +424,7 @@ def _check_roles(server: ServerConfig) -> None:
         raise ConfigError(f"{given[0]} is for several replicas; set replicas to 2 or more, or leave it out", param=given[0])
     num_active = server.replicas - server.standby
     if server.standby and server.prefill + server.decode > num_active:
-        raise ConfigError(
+        yield ConfigError(
             f"{server.standby} of {server.replicas} replicas stand by, so {num_active} are left for {server.prefill} that "
             f"prefill and {server.decode} that decode; set replicas to {server.prefill + server.decode + server.standby} or "
             "more",
@@ -428,23 +433,18 @@ def _check_roles(server: ServerConfig) -> None:
     assign_roles(num_active, server.prefill, server.decode)
 
 
-def _check_handover(server: ServerConfig, config: EngineConfig) -> None:
+def _check_handover(server: ServerConfig, config: EngineConfig) -> Iterator[CloisterError]:
     """Refuses roles without a way for KV, once the profile has allowed roles: what it says to set, the profile allows too."""
     if (server.prefill or server.decode) and config.kv_transfer is None:
         where = SEALED_LINKS if server.sealed else "shm" if server.on == LOCAL else "shm,tls"
-        raise ConfigError(
+        yield ConfigError(
             f"with roles and without kv_transfer every prompt would be computed twice; set kv_transfer to {where}",
             param="prefill",
         )
 
 
-def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[ServerConfig]:
-    """Chooses the router of several replicas, and refuses one that the profile denies.
-
-    Raises:
-        ConfigError: there is no such router.
-        PolicyError: the profile denies it.
-    """
+def _resolve_router(policy: Policy, server: Resolved[ServerConfig], refusals: Refusals) -> Resolved[ServerConfig]:
+    """Chooses the router of several replicas, and refuses one that the profile denies, or that does not exist."""
     if server.config.replicas == 1 and server.config.on == LOCAL and not _is_in_unit(server.config):
         return server
     from cloister.cluster import ROUTERS  # not before the engine, if there is only one
@@ -459,8 +459,11 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
         name, why = ("least_load", "default") if may_steer else (DRAWN, no_other)
         server = server.explain(router=(name, why))
     name = str(server.config.router)
-    entry = Entry.of(ROUTERS, name)
-    policy.check_entry(entry.kind, entry.name, entry.threat)
+    predicts_lengths = False
+    with refusals.collect("router"):
+        entry = Entry.of(ROUTERS, name)
+        predicts_lengths = ROUTERS.get(name).predicts_lengths
+        refusals.extend(policy.entry_refusals(entry, "router"))
     if server.config.slow_replicas is None:
         may_avoid = policy.allows("slow-replicas") and not server.config.sealed
         what, why = (
@@ -468,10 +471,10 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
         )
         server = server.explain(slow_replicas=(what, why))
     has_roles = bool(server.config.prefill or server.config.decode)
-    policy.check(
+    refused = policy.refusals(
         {
             "load-routing": Use(name != DRAWN, f"setting `router` {name}"),
-            "length-prediction": Use(ROUTERS.get(name).predicts_lengths, f"setting `router` {name}"),
+            "length-prediction": Use(predicts_lengths, f"setting `router` {name}"),
             "sealed-disaggregation" if server.config.sealed else "disaggregation": Use(has_roles, "setting `prefill`"),
             "load-levelling": Use(server.config.rebalance, "setting `rebalance`"),
             "role-flips": Use(server.config.rebalance and has_roles, "setting `rebalance` with roles"),
@@ -484,6 +487,7 @@ def _resolve_router(policy: Policy, server: Resolved[ServerConfig]) -> Resolved[
             "verify-replay": Use(server.config.verify_replay > 0.0, "setting `verify_replay`"),
         }
     )
+    refusals.extend(refused)
     return server
 
 
@@ -491,28 +495,37 @@ def _name_unit_setting(server: ServerConfig) -> str:
     return "setting `unit_members`" if server.unit_members is not None else "setting `unit_port`"
 
 
-def _quant_entries(name: str) -> list[Entry]:
-    """Returns the number format from the settings, if there is one. Imports formats before the engine only then."""
-    if name == NO_QUANT:
-        return []
-    from cloister.quant import FORMATS
+def _find_entries(config: EngineConfig, refusals: Refusals) -> Iterator[tuple[str, Entry]]:
+    """Yields the implementations that settings select by name, each with its setting, and refuses names that do not exist.
 
-    if name not in FORMATS.names():
-        formats = (NO_QUANT, *FORMATS.names())
-        raise ConfigError(f"unknown number format {name!r}; choose one of: {', '.join(formats)}", param="quant")
-    return [Entry.of(FORMATS, name)]
+    Imports number formats and drafters before the engine only if there are some.
+    """
+    with refusals.collect("backend"):
+        yield "backend", Entry.of(BACKENDS, chosen_backend(config))
+    with refusals.collect("scheduler"):
+        yield "scheduler", Entry.of(POLICIES, config.scheduler)
+    if config.quant != NO_QUANT:
+        from cloister.quant import FORMATS
 
-
-def _drafter_entries(config: EngineConfig) -> list[Entry]:
-    """Returns the drafters from the settings. Imports drafters before the engine only if there are some."""
+        if config.quant in FORMATS.names():
+            yield "quant", Entry.of(FORMATS, config.quant)
+        else:
+            formats = (NO_QUANT, *FORMATS.names())
+            refusals.add(
+                ConfigError(f"unknown number format {config.quant!r}; choose one of: {', '.join(formats)}", param="quant")
+            )
     if not config.drafter_names:
-        return []
-    for name in (NO_DRAFTER, AUTO_DRAFTER):
-        if name in config.drafter_names:
-            raise ConfigError(f"speculate takes {name} alone; leave it out, or the drafters beside it", param="speculate")
+        return
     from cloister.executor.drafters import DRAFTERS
 
-    return [Entry.of(DRAFTERS, name) for name in config.drafter_names]
+    for name in config.drafter_names:
+        if name in (NO_DRAFTER, AUTO_DRAFTER):
+            refusals.add(
+                ConfigError(f"speculate takes {name} alone; leave it out, or the drafters beside it", param="speculate")
+            )
+            continue
+        with refusals.collect("speculate"):
+            yield "speculate", Entry.of(DRAFTERS, name)
 
 
 def _count_tenants(server: ServerConfig) -> int:
@@ -551,22 +564,33 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: S
     return engine.explain(**chosen)
 
 
-def _resolve_sealed(engine: Resolved[EngineConfig]) -> Resolved[EngineConfig]:
-    """Disables what a sealed node's statement cannot cover: cached bytes of unattested origin, and adapters loaded after it was
-    made.
+def _check_unsealed(server: ServerConfig) -> Iterator[CloisterError]:
+    """Refuses settings that only a sealed node uses."""
+    unset = ServerConfig()
+    if server.gateway_secret is not None:
+        yield ConfigError("gateways show their secret to sealed nodes only; add --sealed", param="gateway_secret")
+    for name in ATTESTING:
+        if getattr(server, name) != getattr(unset, name):
+            yield ConfigError(f"`{name}` says what a sealed node's evidence is; start one with --sealed", param=name)
 
-    Raises:
-        ConfigError: one of them was requested.
-    """
+
+def _resolve_sealed(engine: Resolved[EngineConfig], refusals: Refusals) -> Resolved[EngineConfig]:
+    """Disables what a sealed node's statement cannot cover, and refuses it if it was requested: cached bytes of unattested
+    origin, and adapters loaded after it was made."""
     if engine.config.runtime_adapters:
-        raise ConfigError(
-            "a sealed node states what it runs when it starts; name its adapters with `lora`", param="runtime_adapters"
+        refusals.add(
+            ConfigError(
+                "a sealed node states what it runs when it starts; name its adapters with `lora`", param="runtime_adapters"
+            )
         )
     source = next(reason.why for reason in engine.reasons if reason.name == "weights_cache")
     if engine.config.weights_cache and source != "default":
-        raise ConfigError(
-            "a sealed node packs weights from the files that it measured, and reads no packed ones; leave `weights_cache` out",
-            param="weights_cache",
+        refusals.add(
+            ConfigError(
+                "a sealed node packs weights from the files that it measured, and reads no packed ones; leave `weights_cache` "
+                "out",
+                param="weights_cache",
+            )
         )
     return engine.explain(weights_cache=("", "a sealed node reads the files that it measured, and nothing packed from them"))
 

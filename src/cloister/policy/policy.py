@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from cloister.policy.features import FEATURES, Feature
-from cloister.policy.matrix import find_row, row_of
+from cloister.policy.matrix import Entry, find_row, row_of
 from cloister.policy.verdict import Profile, Ruling, Verdict
 from cloister.types.errors import ConfigError, PolicyError
 from cloister.types.scope import ScopeKind
-from cloister.types.threat import ThreatProfile
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,32 +76,29 @@ class Policy:
         Raises:
             PolicyError: one is wanted and refused; the message names the rule and says what to change.
         """
+        for refusal in self.refusals(features):
+            raise refusal
+
+    def refusals(self, features: Mapping[str, Use]) -> Iterator[PolicyError]:
+        """Yields a refusal, as `check` raises it, for each feature that is wanted and refused."""
         for name, use in features.items():
             if use.wanted and not self.allows(name):
-                raise self._refusal(FEATURES[name], use.source)
+                yield self._refusal(FEATURES[name], use.source)
 
-    def resolve(self, feature: str, wanted: bool | None, source: str = "a setting") -> bool:
-        """Returns whether a feature is on: as requested, or the profile's default.
+    def is_default(self, feature: str) -> bool:
+        """Returns whether a feature is on where no setting says it."""
+        return self.profile in FEATURES[feature].on_by_default
 
-        Raises:
-            PolicyError: the feature is requested and refused.
-        """
-        self.check({feature: Use(wanted, source)})
-        return self.profile in FEATURES[feature].on_by_default if wanted is None else wanted
-
-    def check_entry(self, kind: str, name: str, threat: ThreatProfile) -> None:
-        """Checks an implementation that was chosen by name from a registry.
-
-        Raises:
-            PolicyError: the profile refuses its row.
-        """
-        row = find_row(threat.row)
+    def entry_refusals(self, entry: Entry, setting: str) -> Iterator[PolicyError]:
+        """Yields a refusal if the profile refuses the row of an implementation, which `setting` chose from a registry."""
+        row = find_row(entry.threat.row)
         ruling = row.rulings[self.profile]
         if ruling.verdict is Verdict.REFUSED:
             allowing = ", ".join(p for p in Profile if row.rulings[p].verdict is not Verdict.REFUSED)
-            raise PolicyError(
-                f"{ruling.rule}: the profile {self.profile.value!r} refuses the {kind} {name!r} ({row.name}): "
-                f"{ruling.text}. Choose another {kind}, or a profile that allows it: {allowing}."
+            yield PolicyError(
+                f"{ruling.rule}: the profile {self.profile.value!r} refuses the {entry.kind} {entry.name!r} ({row.name}): "
+                f"{ruling.text}. Choose another {entry.kind}, or a profile that allows it: {allowing}.",
+                param=setting,
             )
 
     def _refusal(self, feature: Feature, source: str) -> PolicyError:

@@ -8,7 +8,7 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Final
@@ -30,7 +30,7 @@ from cloister.trust.sealing import NODE_KEY_OVERLAP_S
 from cloister.trust.transparency.files import read_key
 from cloister.trust.transparency.membership import sign_member
 from cloister.trust.transparency.note import PrivateKey
-from cloister.types.config import ATTESTING, ServerConfig, parse_unit_members
+from cloister.types.config import ServerConfig, parse_unit_members
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.logs import describe
 
@@ -111,13 +111,8 @@ def read_attesting(front: ServerConfig) -> Attesting:
     """Builds the settings from command-line options.
 
     Raises:
-        ConfigError: a setting needs --sealed, which is absent; or a setting is missing.
+        ConfigError: a setting is missing that another one needs.
     """
-    if not front.sealed:
-        unset = {field.name: field.default for field in fields(ServerConfig)}
-        given = next((name for name in ATTESTING if getattr(front, name) != unset[name]), None)
-        if given is not None:
-            raise ConfigError(f"`{given}` says what a sealed node's evidence is; start one with --sealed", param=given)
     if front.attester == TdxAttester.kind and front.intel_collateral is None:
         raise ConfigError("evidence of TDX needs Intel's collateral; name its file", param="intel_collateral")
     if front.nvidia_collateral is not None and not front.attest_gpus:

@@ -95,7 +95,7 @@ class DraftAllocator:
         samples = {sample.seq_id: sample for sample in result.samples}
         size = step.budget.size
         asked: dict[str, tuple[int, int]] = {}
-        for place, (sequence, planned_end, _) in enumerate(step.parts):
+        for place, (sequence, _, planned_end, _) in enumerate(step.parts):
             choice = step.choices.get(sequence.seq_id)
             if choice is None or not choice.num_drafts:
                 continue
@@ -105,7 +105,7 @@ class DraftAllocator:
             num_asked, num_drafts = asked.get(choice.drafter, (0, 0))
             asked[choice.drafter] = (num_asked + 1, num_drafts + choice.num_drafts)
             end = start + 1 + len(sample.accepted)
-            step.parts[place] = (sequence, end, 0)
+            step.parts[place] = (sequence, start, end, 0)
             if sequence.status is Status.RUNNING:
                 sequence.num_planned = end
                 table_of(sequence).shrink(end)

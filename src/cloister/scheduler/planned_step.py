@@ -36,7 +36,7 @@ class PlannedStep:
         self.now = now
         self.level_slack = level_slack
         """As in `SchedulingPolicy`."""
-        self.parts: list[tuple[SequenceRecord, int, int]] = []
+        self.parts: list[tuple[SequenceRecord, int, int, int]] = []
         """(sequence, first position behind its part, positions of the part that are prefill)"""
         self.choices: dict[int, DraftDecision] = {}
         """Draft decisions of this step, by sequence id."""
@@ -52,7 +52,7 @@ class PlannedStep:
     @property
     def only_decodes(self) -> bool:
         """Whether it computes no prompt."""
-        return not any(num_prefill for _, _, num_prefill in self.parts)
+        return not any(num_prefill for *_, num_prefill in self.parts)
 
     def keep_images_whole(self, sequence: SequenceRecord, num_tokens: int, *, strict: bool) -> int:
         """Returns how many of the next positions a chunk has that would have `num_tokens`: it ends inside no image whose

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final
 
 from cloister.kv import BlockPool, BlockTable, CacheQuotas, Leases, PrefixCache, PrefixKeys
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
-from cloister.types.events import Arrived, Ended, Event, Preempted, PrefillDone, Resumption
+from cloister.types.events import Arrived, Ended, Event, Preempted, PrefillDone, PrefixTaken, Resumption
 from cloister.types.request import FinishReason, Request
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.step import NewSequence
@@ -306,6 +306,18 @@ class RequestTable:
         size, end = self.pool.block_size, documents.find_piece_end(start) or documents.end
         keys = self.match_keys(sequence)[: end // size]
         return self.prefix_cache.find_known(keys, table_of(sequence).blocks, start // size, documents)
+
+    def take_cached(self, sequence: SequenceRecord, blocks: Sequence[int], now: float) -> None:
+        """Gives a running sequence the blocks of the positions that it comes to next, which it need not compute."""
+        state, num_tokens = sequence.request_state, len(blocks) * self.pool.block_size
+        self.pool.share(blocks)
+        table_of(sequence).blocks.extend(blocks)
+        sequence.num_planned += num_tokens
+        self._policy.skip(sequence, num_tokens)
+        num_cached = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
+        if state.first_token_s is None and num_cached > state.num_cached_tokens:  # a preempted prompt may find the same again
+            self.events.append(PrefixTaken(state.request.request_id, now, num_cached - state.num_cached_tokens))
+            state.num_cached_tokens = num_cached
 
     def count_cached(self, sequence: SequenceRecord) -> int:
         """Returns how many tokens of a waiting sequence are cached, without changing the cache."""

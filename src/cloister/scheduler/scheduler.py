@@ -412,9 +412,9 @@ class Scheduler:
         if self._draft_allocator is not None and step.choices:
             size = self._draft_allocator.release_rejected(step, result)
         block_size = self.pool.block_size
-        for sequence, end, num_prefill in step.parts:
+        for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
-                self._policy.charge(sequence, num_prefill, end - sequence.num_committed - num_prefill)
+                self._policy.charge(sequence, num_prefill, end - start - num_prefill)
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._requests.keep_blocks(sequence)
@@ -433,7 +433,7 @@ class Scheduler:
             self._fail_sequence(seq_id, reason, message, now)
         if step.loads:
             self.kv_loads.commit(step, now)
-        for sequence, _, _ in step.parts:
+        for sequence, *_ in step.parts:
             if sequence.status is not Status.RUNNING or not sequence.max_output:
                 self._after_step(sequence, now)
         for sequence in step.forked:
@@ -461,7 +461,7 @@ class Scheduler:
 
     def _land(self, step: PlannedStep) -> None:
         """Counts a step as no longer in flight."""
-        for sequence, _, _ in step.parts:
+        for sequence, *_ in step.parts:
             sequence.num_in_flight -= 1
             sequence.num_drafts = 0
         for sequence in step.forked:
@@ -539,7 +539,8 @@ class Scheduler:
     def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         if sequence.request_state.request.documents is not None:
-            self._skip_known_documents(sequence)
+            while known := self._requests.find_known_document(sequence):  # behind one that was not cached
+                self._requests.take_cached(sequence, known, step.now)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         if self.kv_restores is not None and self.kv_loads.loading:
             num_most = self.kv_restores.two_sided.limit(sequence, num_most, step.now)
@@ -553,16 +554,6 @@ class Scheduler:
             num_tokens = step.keep_images_whole(sequence, num_tokens, strict=strict)
         if num_tokens and self._extend(step, sequence, num_tokens) and step.prefill_level is None:
             step.prefill_level = self._policy.level(sequence)
-
-    def _skip_known_documents(self, sequence: SequenceRecord) -> None:
-        """Takes what is cached of the documents that a running sequence comes to, behind one that was not."""
-        while known := self._requests.find_known_document(sequence):
-            self.pool.share(known)
-            table_of(sequence).blocks.extend(known)
-            sequence.num_planned += len(known) * self.pool.block_size
-            state, num_tokens = sequence.request_state, len(known) * self.pool.block_size
-            if state.first_token_s is None:  # a prompt that was preempted may find the same again
-                state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
 
     def _admit(self, step: PlannedStep, before: int | None) -> None:
         """Admits waiting sequences while there is capacity for them.
@@ -751,7 +742,7 @@ class Scheduler:
         if num_drafts:
             step.choices[sequence.seq_id] = choice._replace(num_drafts=num_drafts)
             sequence.num_drafts = num_drafts
-        step.parts.append((sequence, end, 0 if is_decode else num_tokens))
+        step.parts.append((sequence, start, end, 0 if is_decode else num_tokens))
         step.budget.spend(start if sequence.layerwise is None else sequence.cost_start, num_tokens + num_drafts)
         sequence.num_planned = end
         sequence.num_in_flight += 1

@@ -9,7 +9,7 @@ from __future__ import annotations
 from cloister.kv.tiers import KVTiers
 from cloister.kv.two_sided import ComputeTime, TwoSidedRestore
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
-from cloister.scheduler.request_table import RequestTable, table_of
+from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord
 
 
@@ -67,23 +67,17 @@ class TwoSidedRestores:
 
     def _meet(self, sequence: SequenceRecord, load: KVLoad, front: int, now: float) -> int:
         """Has a sequence go on behind what has arrived; returns the number of positions that it need not compute."""
-        restore, table = load.restore, table_of(sequence)
+        restore = load.restore
         assert restore is not None
         blocks = load.table[front:]
-        num_tokens = len(blocks) * self._block_size
-        self._requests.pool.share(blocks)
-        table.blocks.extend(blocks)
-        sequence.num_planned += num_tokens
+        self._requests.take_cached(sequence, blocks, now)
         sequence.num_committed = sequence.num_planned
         self._requests.keep_blocks(sequence)
-        state = sequence.request_state
-        if state.first_token_s is None:
-            state.num_cached_tokens = min(state.num_prompt_tokens - 1, state.num_cached_tokens + num_tokens)
         self._learn(restore)
         if blocks:
             self._tiers.earn(self._predict_s(front, restore.end), restore.owner)
         self._loads.end_two_sided(load, now)
-        return num_tokens
+        return len(blocks) * self._block_size
 
     def _learn(self, restore: TwoSidedRestore) -> None:
         """Notes that a tier is faster than it was known to be. That it is slower is not learned here: small parts, read beside

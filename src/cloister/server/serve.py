@@ -225,6 +225,22 @@ def bind(host: str, port: int) -> socket.socket:
 
 
 def fit_connections(num_connections: int, files_each: int = 1) -> int:
+    """Raises this process's file limit for this number of connections, returns how many fit, and warns of fewer.
+
+    Args:
+        files_each: as of `raise_file_limit`.
+
+    Raises:
+        ConfigError: none fits.
+    """
+    room = raise_file_limit(num_connections, files_each)
+    if room < num_connections:
+        allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        _logger.warning("this process may open %d files, so it takes %d connections (ulimit -n)", allowed, room)
+    return room
+
+
+def raise_file_limit(num_connections: int, files_each: int = 1) -> int:
     """Raises this process's file limit for this number of connections, and returns how many fit.
 
     Args:
@@ -242,9 +258,7 @@ def fit_connections(num_connections: int, files_each: int = 1) -> int:
     room = (allowed - RESERVED_FILES) // files_each
     if room < 1:
         raise ConfigError(f"this process may open {hard} files; a server needs more than {RESERVED_FILES} (ulimit -n)")
-    if room < num_connections:
-        _logger.warning("this process may open %d files, so it takes %d connections (ulimit -n)", allowed, room)
-    return room
+    return min(room, num_connections)
 
 
 def address_of(listener: socket.socket, *, has_tls: bool = False) -> str:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Final, Generic, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from cloister.types.errors import ConfigError
+from cloister.types.refusals import Refusals
 
 C = TypeVar("C")
 
@@ -466,8 +467,14 @@ def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) ->
         layers: (origin, settings by name), such as ("flag", {"port": 8001}). Values of None are ignored.
 
     Raises:
-        ConfigError: a value has the wrong type or range; the message states valid values.
+        ConfigError: values have the wrong type or range; the message states valid values.
     """
+    with Refusals() as refusals:
+        return resolve_readable(cls, layers, refusals)
+
+
+def resolve_readable(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]], refusals: Refusals) -> Resolved[C]:
+    """Merges layers of settings as `resolve` does, without values that have the wrong type or range: those are refused."""
     hints = get_type_hints(cls)
     values: dict[str, object] = {}
     reasons = {f.name: SettingReason(f.name, f.default, "default") for f in fields(cls)}  # type: ignore[arg-type]
@@ -476,7 +483,11 @@ def resolve(cls: type[C], layers: Iterable[tuple[str, Mapping[str, object]]]) ->
         for name, given in settings.items():
             if given is None or name not in reasons:
                 continue
-            value = check_value(name, given, hints[name], metadata[name])
+            try:
+                value = check_value(name, given, hints[name], metadata[name])
+            except ConfigError as error:
+                refusals.add_unreadable(error, name)
+                continue
             values[name] = value
             reasons[name] = SettingReason(name, value, source)
     return Resolved(cls(**values), tuple(reasons.values()))
@@ -533,14 +544,14 @@ def parse_unit_members(setting: str | None) -> tuple[tuple[str, int], ...]:
     return tuple(found)
 
 
-def reject_unknown(names: Iterable[str], known: Iterable[str], source: str) -> None:
-    """Raises ConfigError for the first unknown name, with the closest existing one."""
+def refuse_unknown(names: Iterable[str], known: Iterable[str], source: str, refusals: Refusals) -> None:
+    """Refuses each unknown name, with the closest existing one."""
     known = tuple(known)
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; known settings: {', '.join(sorted(known))}"
-            raise ConfigError(f"unknown setting {name!r} in {source}{hint}", param=name)
+            refusals.add_unreadable(ConfigError(f"unknown setting {name!r} in {source}{hint}", param=name), name, *near)
 
 
 def setting_names(*classes: type[Any]) -> tuple[str, ...]:

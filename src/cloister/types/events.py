@@ -36,6 +36,14 @@ class Scheduled(msgspec.Struct, frozen=True, tag=True):
     num_queried_tokens: int = 0
 
 
+class PrefixTaken(msgspec.Struct, frozen=True, tag=True):
+    """A running request skips prompt tokens: their KV is in the prefix cache by now, or has come from a tier meanwhile."""
+
+    request_id: str
+    now_s: float
+    num_tokens: int
+
+
 class Preempted(msgspec.Struct, frozen=True, tag=True):
     """A running sequence lost its blocks and waits again."""
 
@@ -177,7 +185,7 @@ class PrefillDone(msgspec.Struct, frozen=True, tag=True):
     num_cached_tokens: int
 
 
-Event = Arrived | Scheduled | Preempted | Lost | Migrated | Progressed | Ended | Stepped | KVLoaded | PrefillDone
+Event = Arrived | Scheduled | PrefixTaken | Preempted | Lost | Migrated | Progressed | Ended | Stepped | KVLoaded | PrefillDone
 
 
 class Resumption(msgspec.Struct, frozen=True):

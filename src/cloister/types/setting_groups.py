@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
 from cloister.types.errors import ConfigError
+from cloister.types.refusals import Refusals
 
 GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
     "model": (
@@ -61,18 +62,19 @@ def list_groups() -> dict[str, list[str]]:
     return {group: list(names) for group, names in GROUPS.items()}
 
 
-def flatten_groups(given: Mapping[str, Any], source: str) -> dict[str, Any]:
+def flatten_groups(given: Mapping[str, Any], source: str, refusals: Refusals) -> dict[str, Any]:
     """Returns settings by name from a config file, which may have them in group tables, at top level, or both.
 
-    Raises:
-        ConfigError: a table has an unknown setting or one of another group, or a setting occurs twice.
+    Refused are an unknown setting in a table, one of another group, and one that occurs twice.
     """
     flat = {name: value for name, value in given.items() if not _is_group(name, value)}
     for group, table in given.items():
         for name, value in table.items() if _is_group(group, table) else ():
-            _check_place(name, group, source)
+            if not _is_in_place(name, group, source, refusals):
+                continue
             if name in flat:
-                raise ConfigError(f"{name} stands twice in {source}: in [{group}] and before any table; leave one", param=name)
+                twice = f"{name} stands twice in {source}: in [{group}] and before any table; leave one"
+                refusals.add_unreadable(ConfigError(twice, param=name), name)
             flat[name] = value
     return flat
 
@@ -82,11 +84,16 @@ def _is_group(name: str, value: object) -> bool:
     return name in GROUPS and isinstance(value, dict)
 
 
-def _check_place(name: str, group: str, source: str) -> None:
+def _is_in_place(name: str, group: str, source: str, refusals: Refusals) -> bool:
     known = setting_names(EngineConfig, ServerConfig)
     if name not in known:
         near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"it has {', '.join(list_groups()[group])}"
-        raise ConfigError(f"unknown setting {name!r} in [{group}] of {source}; {hint}", param=name)
-    if group_of(name) != group:
-        raise ConfigError(f"{name} belongs into [{group_of(name)}] of {source}, not into [{group}]", param=name)
+        unknown = ConfigError(f"unknown setting {name!r} in [{group}] of {source}; {hint}", param=name)
+        refusals.add_unreadable(unknown, name, *near)
+    elif group_of(name) != group:
+        elsewhere = f"{name} belongs into [{group_of(name)}] of {source}, not into [{group}]"
+        refusals.add_unreadable(ConfigError(elsewhere, param=name), name)
+    else:
+        return True
+    return False

@@ -93,6 +93,9 @@ class SchedulingPolicy:
     def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
         """Charges committed work to its sequence."""
 
+    def skip(self, sequence: SequenceRecord, num_prefill: int) -> None:
+        """Called when a running sequence takes KV that was computed meanwhile, in place of computing these positions."""
+
     def join(self, sequence: SequenceRecord) -> None:
         """Called when a sequence starts to run: popped from the queue, or forked."""
 

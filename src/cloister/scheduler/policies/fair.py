@@ -125,11 +125,14 @@ class Fair(SchedulingPolicy):
         return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
 
     def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
+        self._tenant_of(sequence).counter += num_prefill + DECODE_WEIGHT * num_decode
+        self.skip(sequence, num_prefill)
+
+    def skip(self, sequence: SequenceRecord, num_prefill: int) -> None:
         tenant = self._tenant_of(sequence)
-        tenant.counter += num_prefill + DECODE_WEIGHT * num_decode
-        num_computed = min(num_prefill, tenant.num_uncomputed[sequence.seq_id])
-        tenant.num_uncomputed[sequence.seq_id] -= num_computed
-        tenant.backlog -= num_computed
+        num_less = min(num_prefill, tenant.num_uncomputed[sequence.seq_id])
+        tenant.num_uncomputed[sequence.seq_id] -= num_less
+        tenant.backlog -= num_less
         self._ahead = None
 
     def join(self, sequence: SequenceRecord) -> None:

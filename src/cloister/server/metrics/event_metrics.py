@@ -22,6 +22,7 @@ from cloister.types.events import (
     Lost,
     Migrated,
     Preempted,
+    PrefixTaken,
     Progressed,
     Scheduled,
     Stepped,
@@ -292,6 +293,8 @@ class Metrics:
         match event:
             case Scheduled(resumed=False):
                 self._observe_start(event)
+            case PrefixTaken():
+                self._sums["prefix_cache_hits"] += event.num_tokens
             case Preempted():
                 self._sums["num_preemptions"] += 1
             case Lost():

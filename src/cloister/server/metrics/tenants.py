@@ -11,7 +11,7 @@ from typing import Final, Literal
 import msgspec
 
 from cloister.policy.gate import Gate
-from cloister.types.events import Arrived, Ended, KVLoaded, Lost, Migrated, Preempted, PrefillDone, Scheduled
+from cloister.types.events import Arrived, Ended, KVLoaded, Lost, Migrated, Preempted, PrefillDone, PrefixTaken, Scheduled
 from cloister.types.request import Request
 
 MAX_TENANTS: Final = 1_000
@@ -89,7 +89,9 @@ class TenantFigures:
         self._figures.setdefault(None, _Figures()).add(self._figures.pop(least))
         return tenant
 
-    def observe(self, event: Arrived | Scheduled | Preempted | Lost | Migrated | Ended | KVLoaded | PrefillDone) -> None:
+    def observe(
+        self, event: Arrived | Scheduled | PrefixTaken | Preempted | Lost | Migrated | Ended | KVLoaded | PrefillDone
+    ) -> None:
         """Records one event of a request."""
         if (figures := self._open.get(event.request_id)) is None:
             return

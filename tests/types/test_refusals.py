@@ -1,0 +1,80 @@
+"""A user learns everything that is wrong with the settings at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from cloister.cli import main
+from cloister.launch.settings import resolve_settings
+from cloister.types.errors import ConfigError, PolicyError
+from cloister.types.refusals import RefusedSettings
+
+
+def refusals_of(config_file: Path | None = None, *, listens: bool = True, **flags: object) -> list[tuple[type, str | None]]:
+    """Returns class and setting of each refusal."""
+    with pytest.raises(RefusedSettings) as refused:
+        resolve_settings(flags, config_file, listens=listens)
+    return [(type(refusal), refusal.param) for refusal in refused.value.refusals]
+
+
+def test_wrong_values_conflicts_and_what_the_profile_refuses_come_together() -> None:
+    assert refusals_of(port=70000, slow_replicas="avoid", profile="paranoid", prefix_cache=True, log_requests=True) == [
+        (ConfigError, "port"),
+        (ConfigError, "slow_replicas"),
+        (PolicyError, "prefix_cache"),
+        (PolicyError, "log_requests"),
+    ]
+
+
+def test_a_file_with_several_mistakes_names_them_all(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('blok_size = 8\nsealed = "yes"\n[network]\nprot = 1\nquant = "int8"\n')
+    assert refusals_of(file, release="r") == [
+        (ConfigError, "prot"),
+        (ConfigError, "quant"),
+        (ConfigError, "blok_size"),
+        (ConfigError, "sealed"),
+    ]
+
+
+def test_an_engine_without_a_server_has_all_of_its_refusals() -> None:
+    assert refusals_of(listens=False, quant="int7", scheduler="x", kv_tier_codec="fine", profile="private", lora=1) == [
+        (ConfigError, "lora"),
+        (ConfigError, "scheduler"),
+        (ConfigError, "quant"),
+        (ConfigError, "kv_tier_codec"),
+    ]
+
+
+def test_what_may_follow_from_a_value_that_cannot_be_read_is_not_said() -> None:
+    with pytest.raises(ConfigError, match="replicas must be at least 1") as refused:  # not "kv_transfer is between replicas"
+        resolve_settings({"replicas": 0, "kv_transfer": "shm", "router": "least_load"})
+    assert not isinstance(refused.value, RefusedSettings)
+    with pytest.raises(ConfigError, match="profile must be one of"):  # not what the default profile would refuse
+        resolve_settings({"profile": "privat", "host": "0.0.0.0", "cache_scopes": 0})
+
+
+def test_each_setting_has_one_refusal_and_a_profile_is_not_contradicted() -> None:
+    """Roles need `kv_transfer`, but this profile refuses both."""
+    with pytest.raises(PolicyError, match="disaggregation"):
+        resolve_settings({"replicas": 2, "prefill": 1, "decode": 1, "profile": "private"})
+
+
+@pytest.mark.parametrize("verb", [["serve"], ["cluster", "up"]])
+def test_a_command_lists_them_and_exits_as_with_one(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main([*verb, "--no-fork-server", "--port", "70000", "--release", "r", "--kv-tier-codec", "fine", "--explain", "--json"])
+    said = capsys.readouterr()
+    assert (left.value.code, said.out) == (1, "")
+    head, *lines = said.err.splitlines()
+    assert head == "error: 3 settings are wrong or refused:"
+    assert [line.split()[1] for line in lines] == ["port", "`release`", "kv_tier_codec"]
+
+
+def test_bench_lists_them_too(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["bench", "profile", "--quant", "int7", "--kv-tier-codec", "fine"])
+    assert left.value.code == 1
+    assert capsys.readouterr().err.startswith("error: 2 settings are wrong or refused:\n- unknown number format")
