@@ -1,4 +1,4 @@
-"""An operator who may write to the files of a sealed node has it load others than it states: at its start, and when an engine dies."""
+"""An operator who may write to a sealed node's files tries to have it load others than it states: at its start, and later."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Whether files were left alone since a moment before they were read: a node states digests of files that it has read earlier.
 
-Engine, workers and front read the model when a node starts, and the node digests it afterwards; an engine that is made again reads
-it once more, perhaps weeks later. A person who may write to these files could have one content loaded and another one measured. The
-digests would be equal, so what is compared is what the file system knows of each file: another file in its place has another
-number, and each write, rename and link sets the time of its last change, which no call can set.
+Engine, workers and front read the model when a node starts, and the node digests it afterwards; an engine that is made again
+reads it once more, perhaps weeks later. A person who may write to these files could have one content loaded and another one
+measured. The digests would be equal, so what is compared is what the file system knows of each file: another file in its place
+has another number, and each write, rename and link sets the time of its last change, which no call can set.
 """
 
 from __future__ import annotations
