@@ -272,6 +272,29 @@ def test_an_engine_that_does_not_start_leaves_no_socket_open(model_path: Path, f
     run(main())
 
 
+def test_an_engine_whose_listener_is_refused_ends_and_leaves_no_socket_open(model_path: Path) -> None:
+    started: list[ProcessHandle] = []
+
+    def spawn(far: socket.socket) -> ProcessHandle:
+        started.append(spawn_program(far))
+        return started[-1]
+
+    def refuse(_: socket.socket) -> None:
+        raise EngineError("its files were changed")
+
+    async def main() -> None:
+        transport = ProcessTransport("tests.engine.replica:build", spawn=spawn, keep_listener=refuse)
+        engine = EngineClient(transport, make_config(model_path))
+        gc.collect()
+        before = set(os.listdir("/proc/self/fd"))
+        with pytest.raises(EngineError, match="its files were changed"):
+            await engine.start()
+        assert set(os.listdir("/proc/self/fd")) == before
+        assert started[0].poll() is not None
+
+    run(main())
+
+
 def test_an_idle_engine_is_healthy_for_as_long_as_it_likes(model_path: Path) -> None:
     supervision = Supervision(first_step_timeout_s=0.2, look_every_s=0.05)
 

@@ -135,8 +135,8 @@ class ProcessTransport(_ChannelTransport):
         kv_unit: the engines of a sealed node that exchange KV, in place of `kv_secret`.
         replica: which of several replicas it is (`Boot.replica`).
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
-        keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`), and takes
-            ownership of it; None: engines have no listener.
+        keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`) that is ready,
+            and takes ownership of it, or raises an error, which ends the engine; None: engines have no listener.
     """
 
     def __init__(
@@ -187,9 +187,9 @@ class ProcessTransport(_ChannelTransport):
                 said = await asyncio.wait_for(self._await_ready(), timeout_s)
             except TimeoutError as error:
                 raise EngineError(f"the engine was not ready after {timeout_s:.0f} s; the log may say why") from error
+            if self._keep_listener is not None and near is not None:
+                self._keep_listener(near)
             on_failure.pop_all()
-        if self._keep_listener is not None and near is not None:
-            self._keep_listener(near)
         rest_s = time.monotonic() - begun_s - sum(duration_s for _, duration_s in said.startup)
         first = "import" if said.startup else "clone"  # a fork of a template that has forked before reports nothing else
         self.ready = msgspec.structs.replace(said, startup=[(first, rest_s), *said.startup])

@@ -18,7 +18,7 @@ from cloister.launch.processes import make_engine, start_sealed_module
 from cloister.launch.settings import Settings
 from cloister.models import locate
 from cloister.models.generation import GENERATION_FILE
-from cloister.models.location import find_named
+from cloister.models.location import find_named, locate_here
 from cloister.models.pulling.store import MANIFEST
 from cloister.policy import Gate
 from cloister.trust import hardening
@@ -135,15 +135,19 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.private.workers.zygote import ZygoteBoot
     from cloister.server.serve import ServerApp
     from cloister.trust.attestation.configuration import describe_settings
+    from cloister.trust.attestation.unchanged_files import UnchangedFiles
     from cloister.trust.shape import shape_of
     from cloister.types.events import Ready
 
     config, front = settings.engine.config, settings.server.config
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
+    path = locate_here(config.model)
+    loaded = UnchangedFiles([path, *loaded_beside(config, path).values(), *manifests(config)])  # before anything is loaded
     machine = open_machine(front)
 
     def keep_listener(index: int, listener: socket.socket) -> None:
+        loaded.check()  # a new engine has read them once more; it gets no request if they are others
         if machine is not None:
             machine.keep_listener(index, listener)
         pool.keep_listener(index, listener)
@@ -169,6 +173,9 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             loaded_beside(config, Path(engine.model.path)),
             describe_settings(config, front),
         )
+        loaded.check()  # so what was measured just now is what was loaded
+        if not os.path.samefile(engine.model.path, path):
+            raise ConfigError("the model's name led to other files while this node started; start it again", param="model")
         if machine is not None:
             verifier = announcer.make_verifier(gpu=front.attest_gpus)
             kv_unit = engine.kv_unit if isinstance(engine, SealedUnit) else None
