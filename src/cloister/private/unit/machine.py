@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -89,7 +88,7 @@ class LeaderMachine(UnitMachine):
         carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
         members = parse_unit_members(self._front.unit_members)
         leader = UnitLeader(self._key, members, verifier, self._front.replicas, on_pair=carriers.add, on_lost=carriers.remove)
-        await leader.start(time.monotonic() + START_TIMEOUT_S)
+        await leader.start(asyncio.get_running_loop().time() + START_TIMEOUT_S)
         self._begin(leader.run())
         return leader
 

@@ -190,7 +190,7 @@ class UnitLeader:
         that does not answer, or has no evidence yet, is asked again.
 
         Args:
-            deadline_s: on the clock of `time.monotonic`.
+            deadline_s: on the clock of the event loop.
 
         Raises:
             UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
@@ -283,7 +283,7 @@ class UnitLeader:
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
                 why = _describe(error)
                 is_final = isinstance(error, UnitRefusedError) and error.reason != REFUSED
-                if is_final or time.monotonic() + self._times.retry_s > deadline_s:
+                if is_final or asyncio.get_running_loop().time() + self._times.retry_s > deadline_s:
                     reason = error.reason if isinstance(error, UnitRefusedError) else "silent"
                     raise UnitRefusedError(reason, f"member {member.index} of the unit, {_show(member)}: {why}") from None
                 self._say(member, why)
@@ -606,7 +606,7 @@ class UnitPort:
 
     def _say(self, why: str) -> None:
         """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
-        now_s = time.monotonic()
+        now_s = asyncio.get_running_loop().time()
         if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
             _logger.warning("the unit port: %s", why)
             self._last_word, self._said_s = why, now_s
