@@ -40,10 +40,12 @@ class RequestTrail:
     Attributes:
         statement: under which its client sealed it.
         lives: the nodes of whose engines each got it, in order.
+        asked: the machines to whose engines its worker wanted a channel.
     """
 
     statement: StatementSeen | None = None
     lives: list[NodeLife] = field(default_factory=list)
+    asked: set[int] = field(default_factory=set)
 
 
 def check_unit_answer(
@@ -108,15 +110,16 @@ def longest_unit_trouble_s(scenario: UnitScenario) -> float:
     return 15.0 + 3 * RECOVERY_S * num_killers + lasting_s
 
 
-def check_trail(answer: JobAnswer, trail: RequestTrail, scenario: UnitScenario) -> list[str]:
+def check_trail(answer: JobAnswer, trail: RequestTrail) -> list[str]:
     """Checks that only machines to which the client has agreed got a request, and that no failure elsewhere brought it to a
-    further machine: once it was at a member, it is at the leader only."""
+    further machine: once it was at a member, or was to be, it is at the leader only."""
     name, wrong = answer.request.request_id, list[str]()
     elsewhere = [life for life in trail.lives if life.machine]
     if elsewhere and trail.statement is not None:
         strange = [life.machine for life in elsewhere if life.key.digest not in trail.statement.members]
         if strange:
             wrong.append(f"{name} was given to machine {strange[0]}, which the statement of its client does not list")
-    if len(elsewhere) > 1:
-        wrong.append(f"{name} was given to machines {[life.machine for life in trail.lives]}, more than one of them a member")
+    if len(elsewhere) > 1 or len(trail.asked - {0}) > 1:
+        machines = [life.machine for life in trail.lives]
+        wrong.append(f"{name} was given to machines {machines}, and wanted {sorted(trail.asked)}: more than one member")
     return wrong

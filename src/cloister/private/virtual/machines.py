@@ -25,7 +25,7 @@ from cloister.kv import PrefixKeys
 from cloister.private.attesting import Announcer
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.membership import UnitLeader, UnitListing, UnitPort, UnitSide
-from cloister.private.unit.pairing import UnitKey, UnitRefusedError
+from cloister.private.unit.pairing import UnitKey
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.virtual.engine_process import UnitTransport
 from cloister.private.virtual.event_loop import SocketEventLoop
@@ -38,6 +38,7 @@ from cloister.trust.attestation.node import Facts
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.sealing import NODE_KEY_LIFE_S, KeyRing, Receiver, ReplayCache
 from cloister.types.config import EngineConfig, ServerConfig
+from cloister.types.errors import CloisterError
 from cloister.types.events import FrontMessage
 from cloister.types.request import ModelInfo
 
@@ -53,6 +54,9 @@ RELEASE: Final = "0a" * 32
 
 class UnitWatcher(Protocol):
     """What hears of a unit while it runs."""
+
+    def note_failure(self, life: NodeLife) -> None:
+        """A node has not started, and ends."""
 
     def note_statement(self, life: NodeLife, statement: Statement) -> None:
         """A leader has stated something."""
@@ -174,7 +178,6 @@ class NodeLife:
     carriers: LeaderCarriers | MemberCarriers | None = None
     is_ready: bool = False
     has_ended: bool = False
-    fault: str = ""
     workers: set[asyncio.Task[None]] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -238,6 +241,12 @@ class NodeLife:
         self.key.close()
 
     async def _live(self) -> None:
+        try:
+            await self._open()
+        except CloisterError:
+            self.make.watcher.note_failure(self)
+
+    async def _open(self) -> None:
         make = self.make
         await self.engines.start()
         unsealer = LocalUnsealer(Receiver(KeyRing(self._loop.time()), ReplayCache(NODE_KEY_LIFE_S)), self._loop.time)
@@ -264,11 +273,7 @@ class NodeLife:
             side = self.leader = UnitLeader(
                 self.key, make.addresses, verifier, make.front.replicas, on_pair=own.add, on_lost=own.remove, now=self.now
             )
-            try:
-                await self.leader.start(self._loop.time() + START_TIMEOUT_S)
-            except UnitRefusedError as error:
-                self.fault = error.message
-                return
+            await self.leader.start(self._loop.time() + START_TIMEOUT_S)
             self._begin(self.leader.run())
         announcer.join(_Stating(side, self._note_statement))
         self._begin(announcer.renew_forever())
@@ -292,20 +297,29 @@ class NodeLife:
 
 
 class UnitWorker:
-    """The worker of one request on the leader: its client of the engines, and the socket over which it gets channels."""
+    """The worker of one request on the leader: its client of the engines, and the socket over which it gets channels.
 
-    def __init__(self, life: NodeLife, draw: random.Random) -> None:
+    Args:
+        note_ask: called with each engine to which it wants a channel.
+    """
+
+    def __init__(self, life: NodeLife, draw: random.Random, note_ask: Callable[[int], None]) -> None:
         make = life.make
+        self._note_ask = note_ask
         ready = life.transports[0].ready
         assert ready is not None, "the engines have started"
         self._source = ChannelSource(life.zygote.broker.admit())
         self._transports = []
         for index in range(make.front.replicas * (1 + len(make.addresses))):
             transport = SealedWorkerTransport(msgspec.structs.replace(ready, kv_endpoint=None), index, make.front.replicas)
-            transport.attach(partial(self._source.open, index))
+            transport.attach(partial(self._open, index))
             self._transports.append(transport)
         clock = asyncio.get_running_loop().clock  # type: ignore[attr-defined]
         self.client: RequestClient = connect_engines(self._transports, make.config, make.front, draw=draw, clock=clock)
+
+    async def _open(self, index: int) -> socket.socket:
+        self._note_ask(index)
+        return await self._source.open(index)
 
     def exit(self) -> None:
         """Ends at once, as a process that exits."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from typing import Final, Literal, get_args
 
 import msgspec
@@ -82,8 +83,8 @@ def draw_unit_scenario(seed: int) -> UnitScenario:
     draw = random.Random(f"unit {seed}")
     num_members, num_engines = draw.choice((1, 1, 2, 2, 3)), draw.choice((1, 2, 2))
     span_s = draw.choice((0.5, 2.0, 2.0, 20.0))
-    faults = [_draw_fault(draw, num_members, num_engines, span_s) for _ in range(draw.choice((0, 1, 1, 2, 3, 4, 6)))]
     jobs = [_draw_job(draw, span_s) for _ in range(draw.randint(1, 6))]
+    faults = [_draw_fault(draw, num_members, num_engines, span_s, jobs) for _ in range(draw.choice((0, 1, 1, 2, 3, 4, 6)))]
     if draw.random() < LONG_SHARE:
         faults.append(UnitFault(at_s=READY_S + 1.0, kind="end_machine", machine=1, lasts_s=draw.choice((1.0, 20.0))))
         jobs += [
@@ -93,7 +94,7 @@ def draw_unit_scenario(seed: int) -> UnitScenario:
         seed=seed,
         num_members=num_members,
         num_engines=num_engines,
-        num_blocks=draw.choice((14, 24, 64)),
+        num_blocks=draw.choice((24, 24, 64)),
         max_num_seqs=draw.choice((2, 4, 8)),
         max_waiting=draw.choice((4, 16)),
         stall_timeout_s=draw.choice((0.5, 2.0)),
@@ -110,20 +111,23 @@ def _draw_job(draw: random.Random, span_s: float) -> Job:
     return Job(
         at_s=round(READY_S + draw.random() * span_s, 4),
         prompt="".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 6, 30)))),
-        max_tokens=draw.choice((1, 8, 40, 90)),
+        max_tokens=draw.choice((1, 8, 40, 90, 150)),
         n=draw.choice((1, 1, 2)),
         temperature=draw.choice((0.7, 1.0)) if is_drawn else 0.0,
         seed=draw.getrandbits(31) if is_drawn else 0,
         stop=draw.choice(("", "", "", "ab")),
         num_stop_ids=draw.choice((0, 0, 3)),
         kills_after=draw.choice((1, 2, 6)) if draw.random() < 0.06 else None,
-        timeout_s=draw.choice((300.0, 300.0, 300.0, 20.0, 2.0, 0.3)),
-        cancel_after_s=round(draw.random(), 4) if draw.random() < 0.15 else None,
+        timeout_s=draw.choice((300.0, 300.0, 300.0, 300.0, 20.0, 2.0)),
+        cancel_after_s=round(draw.random(), 4) if draw.random() < 0.1 else None,
     )
 
 
-def _draw_fault(draw: random.Random, num_members: int, num_engines: int, span_s: float) -> UnitFault:
-    kind = draw.choice((*UNIT_FAULT_KINDS, "crash", "reset", "cut_path", "end_machine"))  # type: ignore[arg-type]
+def _draw_fault(
+    draw: random.Random, num_members: int, num_engines: int, span_s: float, jobs: Sequence[Job]
+) -> UnitFault:
+    """Draws a fault; most of them come while a request is answered."""
+    kind = draw.choice((*UNIT_FAULT_KINDS, "crash", "crash", "reset", "reset", "cut_path", "end_machine"))  # type: ignore[arg-type]
     is_of_member = kind in ("cut_path", "reset", "hold", "change", "repeat", "stranger") or draw.random() < 0.5
     amounts = {
         "fail_step": (1.0, 3.0),
@@ -134,8 +138,12 @@ def _draw_fault(draw: random.Random, num_members: int, num_engines: int, span_s:
         "hold": (0.5, 1.0),
         "change": (0.5, 1.0),
     }
+    struck = draw.choice(jobs)
+    begun_s, lasts_s = draw.choice(
+        ((struck.at_s, 0.005 * struck.max_tokens), (struck.at_s, 0.012 * struck.max_tokens), (READY_S, span_s + 0.5), (0.0, READY_S))
+    )
     return UnitFault(
-        at_s=round(draw.choice((READY_S, READY_S, READY_S, 0.0)) + draw.random() * (span_s + 0.5), 4),
+        at_s=round(begun_s + draw.random() * lasts_s, 4),
         kind=kind,
         machine=draw.randint(1, num_members) if is_of_member else 0,
         engine=draw.randrange(num_engines),

@@ -19,7 +19,7 @@ from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.simulation import RunOutcome, answer_all, make_request, prompt_of
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.pairing import CARRY
-from cloister.private.virtual.checks import RequestTrail, StatementSeen, check_unit_answer, check_trail
+from cloister.private.virtual.checks import RequestTrail, StatementSeen, check_trail, check_unit_answer
 from cloister.private.virtual.event_loop import SocketEventLoop
 from cloister.private.virtual.machines import (
     EPOCH_S,
@@ -45,6 +45,8 @@ LONGEST_S: Final = 400.0
 REST_S: Final = 120.0
 """Virtual time within which a unit comes to rest after the last request and fault: a hang before the first step is noticed last,
 and a leader that has found no member asks again every few seconds."""
+SUPERVISOR_S: Final = 1.0
+"""After a node has ended by itself it is started again so much later."""
 QUIET_S: Final = 4.0
 LATE_CLIENT_S: Final = 250.0
 """By so much a client's clock may be late: with the machines' own error less than what clients and leader allow for."""
@@ -95,7 +97,7 @@ class _UnitRun:
         self.lives: list[NodeLife | None] = [None] * num_machines
         self.statements: list[StatementSeen] = []
         self.deaths: Counter[int] = Counter()
-        self.said: dict[int, tuple[str, bytes]] = {}
+        self.restarting: list[asyncio.Task[None]] = []
 
     def outcome(self) -> RunOutcome:
         """Returns what the run showed."""
@@ -187,7 +189,8 @@ class _UnitRun:
         answer.ended_s = self.loop.time()
 
     async def _follow(self, answer: JobAnswer, life: NodeLife) -> None:
-        worker = UnitWorker(life, self.draw)
+        trail = self.trails[answer.request.request_id]
+        worker = UnitWorker(life, self.draw, lambda index: trail.asked.add(index // self.scenario.num_engines))
 
         def take(output: SequenceOutput) -> None:
             self._log(f"{answer.request.request_id}[{output.index}] {output.token_ids} {output.finish_reason}", 0)
@@ -230,7 +233,7 @@ class _UnitRun:
                 if transport is not None:
                     transport.refuses_starts = int(fault.amount)
             case "end_machine" | "lose_machine":
-                await self._restart(fault)
+                await self._restart(fault.machine, fault.lasts_s, loses_power=fault.kind == "lose_machine")
             case "cut_path":
                 ways = {"both": ((True, False)), "to_member": (True,), "to_leader": (False,)}[fault.ways]
                 paths = [(host_of(0), member) if is_to_member else (member, host_of(0)) for is_to_member in ways]
@@ -253,8 +256,9 @@ class _UnitRun:
                 for connection in self._choose(fault):
                     connection.changes = True
             case "repeat":
-                said = [said for host, said in self.said.values() if host == member]
-                said += [bytes(each.said) for each in self.network.connections if each.goes_between(host_of(0), member)]
+                said = self.network.ended.get(member, []) + [
+                    bytes(each.said) for each in self.network.connections if each.goes_between(host_of(0), member)
+                ]
                 await asyncio.gather(*(self._repeat(member, each) for each in said))
             case "stranger":
                 await asyncio.gather(*(self._knock(member, fault.lasts_s) for _ in range(int(fault.amount))))
@@ -264,18 +268,18 @@ class _UnitRun:
                 self.late_s += fault.lasts_s
                 self.loop.clock.advance(fault.lasts_s)
 
-    async def _restart(self, fault: UnitFault) -> None:
-        if self.lives[fault.machine] is None:
+    async def _restart(self, machine: int, after_s: float, *, loses_power: bool = False) -> None:
+        if self.lives[machine] is None:
             return  # it is being started already
-        host = host_of(fault.machine)
-        if fault.kind == "lose_machine":
+        host = host_of(machine)
+        if loses_power:
             self.network.turn_off(host)
         else:
             self.network.end_programs(host)
-        self._kill(fault.machine)
-        await asyncio.sleep(fault.lasts_s)
+        self._kill(machine)
+        await asyncio.sleep(after_s)
         self.network.turn_on(host)
-        self._start(fault.machine)
+        self._start(machine)
 
     def _choose(self, fault: UnitFault) -> list[TcpConnection]:
         """Returns a share of the connections between the leader and a member."""
@@ -314,6 +318,10 @@ class _UnitRun:
 
     # What must be
 
+    def note_failure(self, life: NodeLife) -> None:
+        """See `UnitWatcher`: its operator's supervisor starts it again."""
+        self.restarting.append(self.loop.create_task(self._restart(life.machine, SUPERVISOR_S)))
+
     def note_statement(self, life: NodeLife, statement: Statement) -> None:
         """See `UnitWatcher`."""
         self._log(f"statement of {len(statement.unit_members)} members", int(statement.not_after))
@@ -335,7 +343,7 @@ class _UnitRun:
             expected = answer_all(make_engine(self.shape, self.tokenizer, VirtualClock()).core, self.answers)
         for answer, alone in zip(self.answers, expected, strict=True):
             self.violations += check_unit_answer(answer, alone.as_given(), self.scenario, self.late_s)
-            self.violations += check_trail(answer, self.trails[answer.request.request_id], self.scenario)
+            self.violations += check_trail(answer, self.trails[answer.request.request_id])
 
     def _leftovers(self) -> Iterator[str]:
         """Yields what must not be in a unit that has come to rest."""
@@ -343,9 +351,7 @@ class _UnitRun:
             if life is None:
                 yield f"machine {machine} does not run"
                 continue
-            if life.fault:
-                yield f"machine {machine} does not start: {life.fault}"
-            elif not life.is_ready:
+            if not life.is_ready:
                 yield f"machine {machine} has stated nothing"
             yield from self._leftovers_of_engines(life)
             if num_workers := life.zygote.broker.num_workers:

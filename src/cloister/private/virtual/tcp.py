@@ -284,6 +284,7 @@ class TcpNetwork:
 
     Attributes:
         connections: those that one of their sides knows of.
+        ended: what was said over connections that have ended, by the server's host: an attacker has recorded it.
         log: called with what happens.
     """
 
@@ -291,6 +292,7 @@ class TcpNetwork:
         self.delay_s = delay_s
         self.connections: list[TcpConnection] = []
         self.num_made = 0
+        self.ended: dict[str, list[bytes]] = {}
         self.log = log
         self._listeners: dict[Address, TcpListener] = {}
         self._cut: Counter[tuple[str, str]] = Counter()
@@ -400,3 +402,4 @@ class TcpNetwork:
         """Called when neither side knows it any more."""
         self.log("end", connection.number)
         self.connections.remove(connection)
+        self.ended.setdefault(connection.server.host, []).append(bytes(connection.said))
