@@ -22,8 +22,9 @@ from cloister.cluster.virtual.scenario import Job
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.request_client import RequestClient
 from cloister.engine.sealed_channels import SealedChannels
+from cloister.engine.supervision import RollCall
 from cloister.private.unit.carriers import MemberCarriers, _Carried, _Window
-from cloister.private.unit.membership import UnitLeader, _Member, _Stated
+from cloister.private.unit.membership import UnitLeader, _Member
 from cloister.private.unit.pairing import SealedRecords
 from cloister.private.virtual import fuzz
 from cloister.private.virtual.scenario import LONG_S, READY_S, UNIT_FAULT_KINDS, UnitFault, UnitScenario, draw_unit_scenario
@@ -134,6 +135,10 @@ def accuse_for_lost_connections(requests: InFlightRequests, *texts: str, is_dead
     return keep_resumable(requests, *texts)
 
 
+def ask_nobody(roll_call: RollCall, now: float) -> bool:
+    return False
+
+
 @contextlib.contextmanager
 def watch_no_deadline(client: RequestClient, request: Request) -> Iterator[None]:
     try:
@@ -171,6 +176,7 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[UnitScenario], bool]]] = {
     "a pair ends and its connections do not": (_Carried, "close", keep_connections, has("end_machine", "lose_machine")),
     "a pair ends and its keys do not": (SealedRecords, "close", keep_keys, has("reset")),
     "a worker gets one channel only": (ChannelBroker, "_reply", answer_once, has("crash")),
+    "a front asks no engine whether it is there": (RollCall, "look", ask_nobody, has("hang")),
     "nobody watches a deadline": (RequestClient, "_watch_deadline", watch_no_deadline, has("hold", "hang")),
 }  # fmt: skip
 FIRST_SEEDS: dict[str, int] = {}

@@ -380,6 +380,10 @@ class CacheReply(msgspec.Struct, frozen=True, tag=True):
     places: list[CacheUsage]
 
 
+class RollCalled(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: say something, so that it is known that you run. The answer is a message of a step, or an empty one."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: finish running requests within `timeout_s`, then exit."""
 
@@ -426,6 +430,7 @@ FrontMessage = (
     | LoadAdapter
     | UnloadAdapter
     | InspectCache
+    | RollCalled
     | Shutdown
 )
 EngineMessage = Ready | Failed | Outputs

@@ -77,9 +77,7 @@ def replay(scenario: Scenario) -> RunOutcome:
         return RunOutcome((f"{type(error).__name__}: {error}",), "", Counter(), 0, 0)
 
 
-def search(
-    seeds: Sequence[int], num_processes: int = 1, run: Callable[[int], RunOutcome] = run_seed
-) -> Iterator[SeedTally]:
+def search(seeds: Sequence[int], num_processes: int = 1, run: Callable[[int], RunOutcome] = run_seed) -> Iterator[SeedTally]:
     """Runs seeds, and yields what some of them brought as soon as they have run.
 
     Args:

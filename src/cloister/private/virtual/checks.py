@@ -48,9 +48,7 @@ class RequestTrail:
     asked: set[int] = field(default_factory=set)
 
 
-def check_unit_answer(
-    answer: JobAnswer, alone: Sequence[SequenceAnswer], scenario: UnitScenario, late_s: float
-) -> list[str]:
+def check_unit_answer(answer: JobAnswer, alone: Sequence[SequenceAnswer], scenario: UnitScenario, late_s: float) -> list[str]:
     """Compares an answer with that of one engine alone.
 
     Args:
@@ -95,7 +93,7 @@ def _check_unit_end(
 
 
 def may_be_accused(scenario: UnitScenario) -> bool:
-    """Whether a request that kills no engine may end with an error: steps fail, or three engines of the leader's own machine can
+    """Whether a request that kills no engine may end with an error: steps fail, or three engines of the leader's machine can
     have died while they had it. What happens elsewhere, and to the network, accuses nobody."""
     own = Counter(fault.kind for fault in scenario.faults if fault.machine == 0)
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)

@@ -177,11 +177,11 @@ class UnitEngineProcess:
 def _on_clock(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
     """Has what a thread does look at the clock of an event loop."""
     real = time.monotonic
-    setattr(time, "monotonic", loop.time)
+    time.monotonic = loop.time
     try:
         yield
     finally:
-        setattr(time, "monotonic", real)
+        time.monotonic = real
 
 
 class UnitTransport:

@@ -1,7 +1,7 @@
 """A virtual event loop with sockets: those of one machine are the kernel's own, TCP between machines is simulated.
 
-What one end of a local socket sends is at the other end at once, so a run is the same each time: the loop asks the kernel what is
-ready before it lets time pass, and always in the order in which it began to watch.
+What one end of a local socket sends is at the other end at once, so a run is the same each time: the loop asks the kernel what
+is ready before it lets time pass, and always in the order in which it began to watch.
 """
 
 from __future__ import annotations
@@ -41,9 +41,7 @@ class SocketEventLoop(VirtualEventLoop, _PollingLoop):
         self.takes_s: Callable[[], float] = lambda: 0.0
         super().__init__()
 
-    def run_in_executor(  # type: ignore[override]
-        self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts
-    ) -> asyncio.Future[T]:
+    def run_in_executor(self, executor: Executor | None, func: Callable[[*Ts], T], *args: *Ts) -> asyncio.Future[T]:
         """Does work of a thread, in this one, when it would have been done."""
         future: asyncio.Future[T] = self.create_future()
 

@@ -1,5 +1,5 @@
-"""The machines of a sealed unit in virtual time: the parts of a node's front that keep a unit together, its engines and its zygote
-are those of production, put together as `launch.sealed` does."""
+"""The machines of a sealed unit in virtual time: the parts of a node's front that keep a unit together, its engines and its
+zygote are those of production, put together as `launch.sealed` does."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from typing import Final, Protocol
 import msgspec
 
 from cloister.cluster.replica_states import ClusterConfig
-from cloister.cluster.routers import ROUTERS
+from cloister.cluster.routers import ROUTERS, Router
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.sealed_unit import DRAWN, SealedUnit, connect_engines
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
-from cloister.engine.supervision import Restarts, Supervision
+from cloister.engine.supervision import ASK_AFTER_S, Restarts, Supervision
 from cloister.kv import PrefixKeys
 from cloister.private.attesting import Announcer
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
@@ -193,7 +193,7 @@ class NodeLife:
                 make.make_engine,
                 partial(self._keep_listener, index),
                 partial(make.watcher.note_message, self, index),
-                Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS)),
+                Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS), ask_after_s=ASK_AFTER_S),
                 make.shape.start_s,
             )
             for index in range(make.front.replicas)
@@ -291,7 +291,7 @@ class NodeLife:
             self.carriers.keep_listener(index, listener.dup())
         self.zygote.keep(index, listener)
 
-    def _make_router(self, model: ModelInfo) -> object:
+    def _make_router(self, model: ModelInfo) -> Router:
         context = RouterContext(PrefixKeys(model.fingerprint, self.make.shape.block_size), self.make.draw)
         return ROUTERS.get(DRAWN)(context)
 
@@ -344,5 +344,3 @@ def make_settings(num_engines: int, num_members: int, config: EngineConfig) -> t
     """Returns the settings of all machines of a unit."""
     members = ",".join(f"{host_of(machine)}:{UNIT_PORT}" for machine in range(1, num_members + 1))
     return replace(config, profile="private"), ServerConfig(replicas=num_engines, unit_members=members)
-
-

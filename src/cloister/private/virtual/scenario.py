@@ -12,8 +12,8 @@ from cloister.cluster.virtual.scenario import Job
 from cloister.trust.sealing import NODE_KEY_LIFE_S
 
 UnitFaultKind = Literal[
-    "crash", "hang", "fail_step", "refuse_start", "end_machine", "lose_machine", "cut_path", "reset", "hold", "change", "repeat",
-    "stranger", "clock", "suspend",
+    "crash", "hang", "fail_step", "refuse_start", "end_machine", "lose_machine", "cut_path", "reset", "hold", "change",
+    "repeat", "stranger", "clock", "suspend",
 ]  # fmt: skip
 UNIT_FAULT_KINDS: Final[tuple[UnitFaultKind, ...]] = get_args(UnitFaultKind)
 MOST_CLOCK_S: Final = 45.0
@@ -88,7 +88,8 @@ def draw_unit_scenario(seed: int) -> UnitScenario:
     if draw.random() < LONG_SHARE:
         faults.append(UnitFault(at_s=READY_S + 1.0, kind="end_machine", machine=1, lasts_s=draw.choice((1.0, 20.0))))
         jobs += [
-            msgspec.structs.replace(_draw_job(draw, 1.0), at_s=round(draw.random() * LONG_S, 4)) for _ in range(draw.randint(2, 8))
+            msgspec.structs.replace(_draw_job(draw, 1.0), at_s=round(draw.random() * LONG_S, 4))
+            for _ in range(draw.randint(2, 8))
         ]
     return UnitScenario(
         seed=seed,
@@ -123,11 +124,9 @@ def _draw_job(draw: random.Random, span_s: float) -> Job:
     )
 
 
-def _draw_fault(
-    draw: random.Random, num_members: int, num_engines: int, span_s: float, jobs: Sequence[Job]
-) -> UnitFault:
+def _draw_fault(draw: random.Random, num_members: int, num_engines: int, span_s: float, jobs: Sequence[Job]) -> UnitFault:
     """Draws a fault; most of them come while a request is answered."""
-    kind = draw.choice((*UNIT_FAULT_KINDS, "crash", "crash", "reset", "reset", "cut_path", "end_machine"))  # type: ignore[arg-type]
+    kind = draw.choice((*UNIT_FAULT_KINDS, "crash", "crash", "reset", "reset", "cut_path", "end_machine"))
     is_of_member = kind in ("cut_path", "reset", "hold", "change", "repeat", "stranger") or draw.random() < 0.5
     amounts = {
         "fail_step": (1.0, 3.0),
@@ -140,7 +139,12 @@ def _draw_fault(
     }
     struck = draw.choice(jobs)
     begun_s, lasts_s = draw.choice(
-        ((struck.at_s, 0.005 * struck.max_tokens), (struck.at_s, 0.012 * struck.max_tokens), (READY_S, span_s + 0.5), (0.0, READY_S))
+        (
+            (struck.at_s, 0.005 * struck.max_tokens),
+            (struck.at_s, 0.012 * struck.max_tokens),
+            (READY_S, span_s + 0.5),
+            (0.0, READY_S),
+        )
     )
     return UnitFault(
         at_s=round(begun_s + draw.random() * lasts_s, 4),

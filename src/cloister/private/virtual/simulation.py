@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import random
 import struct
-from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -43,8 +43,8 @@ from cloister.types.request import SequenceOutput
 LONGEST_S: Final = 400.0
 """Virtual time within which a request must have ended."""
 REST_S: Final = 120.0
-"""Virtual time within which a unit comes to rest after the last request and fault: a hang before the first step is noticed last,
-and a leader that has found no member asks again every few seconds."""
+"""Virtual time within which a unit comes to rest after the last request and fault: a hang before the first step is noticed
+last, and a leader that has found no member asks again every few seconds."""
 SUPERVISOR_S: Final = 1.0
 """After a node has ended by itself it is started again so much later."""
 QUIET_S: Final = 4.0

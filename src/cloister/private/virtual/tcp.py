@@ -1,5 +1,5 @@
-"""TCP between machines, in virtual time: bytes arrive late, all or none, once and in order. A path may be cut, a machine lose its
-power, and an attacker on the path ends, holds, changes and repeats connections.
+"""TCP between machines, in virtual time: bytes arrive late, once and in order, until the connection ends. A path may be cut, a
+machine lose its power, and an attacker on the path ends, holds, changes and repeats connections.
 
 Each side of a connection is one end of the kernel's local stream sockets; the other end of it is here.
 """
@@ -7,8 +7,8 @@ Each side of a connection is one end of the kernel's local stream sockets; the o
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
-import random
 import socket
 import weakref
 from collections import Counter, deque
@@ -56,7 +56,7 @@ class TcpListener(socket.socket):
         self._knock = knock
         self._waiting: deque[TcpSocket] = deque()
 
-    def accept(self) -> tuple[TcpSocket, str]:  # type: ignore[override]
+    def accept(self) -> tuple[TcpSocket, str]:
         self.recv(1)
         return self._waiting.popleft(), ""
 
@@ -225,10 +225,8 @@ class TcpConnection:
                 return
             sent_s, data = side.unsent.popleft()
             if not data:
-                try:
+                with contextlib.suppress(OSError):
                     other.wire.shutdown(socket.SHUT_WR)
-                except OSError:
-                    pass
                 if other.has_ended and not other.unsent:
                     self._close()
                 return
