@@ -163,6 +163,10 @@ def restarts_a_member(scenario: UnitScenario) -> bool:
     return any(fault.kind in ("end_machine", "lose_machine") and fault.machine for fault in scenario.faults)
 
 
+def has_clients_that_leave(scenario: UnitScenario) -> bool:
+    return any(job.cancel_after_s is not None for job in scenario.jobs)
+
+
 def cuts_between_many(scenario: UnitScenario) -> bool:
     return scenario.num_members > 1 and has("reset", "cut_path", "crash", "change")(scenario)
 
@@ -172,7 +176,7 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[UnitScenario], bool]]] = {
     "a cut brings a request to another member": (WorkerUnit, "_stay_home", go_on_anywhere, cuts_between_many),
     "a connection is admitted twice": (_Window, "admit", admit_everything, has("repeat")),
     "a request goes on without what was said": (InFlightRequest, "submission", forget_what_was_said, has("reset", "crash")),
-    "a channel ends and its requests do not": (SealedChannels, "_drop", drop_and_abort_nothing, has("reset", "cut_path")),
+    "a channel ends and its requests do not": (SealedChannels, "_drop", drop_and_abort_nothing, has_clients_that_leave),
     "a pair ends and its connections do not": (_Carried, "close", keep_connections, has("end_machine", "lose_machine")),
     "a pair ends and its keys do not": (SealedRecords, "close", keep_keys, has("reset")),
     "a worker gets one channel only": (ChannelBroker, "_reply", answer_once, has("crash")),

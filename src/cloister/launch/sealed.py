@@ -118,7 +118,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.private.workers.front_app import WAITING_WORKERS, WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
     from cloister.private.workers.worker_pool import WorkerPool, start_module
-    from cloister.private.workers.zygote import ZygoteBoot
+    from cloister.private.workers.zygote import LIFE_MARGIN_S, ZygoteBoot
     from cloister.server.serve import ServerApp
     from cloister.trust.attestation.configuration import describe_settings
     from cloister.trust.shape import shape_of
@@ -127,7 +127,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     config, front = settings.engine.config, settings.server.config
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
-    machine = open_machine(front)
+    machine = open_machine(front, config.request_timeout_s + LIFE_MARGIN_S)
 
     def keep_listener(index: int, listener: socket.socket) -> None:
         if machine is not None:

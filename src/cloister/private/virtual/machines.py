@@ -31,7 +31,7 @@ from cloister.private.virtual.engine_process import UnitTransport
 from cloister.private.virtual.event_loop import SocketEventLoop
 from cloister.private.virtual.tcp import HOST, Address
 from cloister.private.workers.channel_broker import ChannelBroker, ChannelSource
-from cloister.private.workers.zygote import Zygote, engine_listener
+from cloister.private.workers.zygote import LIFE_MARGIN_S, Zygote, engine_listener
 from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.measuring import measure_profile
 from cloister.trust.attestation.node import Facts
@@ -271,7 +271,14 @@ class NodeLife:
         else:
             own = self.carriers = LeaderCarriers(self.key.memory, partial(self.zygote.keep, is_carried=True))
             side = self.leader = UnitLeader(
-                self.key, make.addresses, verifier, make.front.replicas, on_pair=own.add, on_lost=own.remove, now=self.now
+                self.key,
+                make.addresses,
+                verifier,
+                make.front.replicas,
+                longest_request_s=make.config.request_timeout_s + LIFE_MARGIN_S,
+                on_pair=own.add,
+                on_lost=own.remove,
+                now=self.now,
             )
             await self.leader.start(self._loop.time() + START_TIMEOUT_S)
             self._begin(self.leader.run())

@@ -22,7 +22,7 @@ READY_S: Final = 8.0
 """By then the machines of a unit have found each other, if nothing is wrong."""
 LONG_SHARE: Final = 0.04
 """Share of the scenarios that last until a member that was started again is used."""
-LONG_S: Final = NODE_KEY_LIFE_S + 1000.0
+LONG_S: Final = NODE_KEY_LIFE_S + 1500.0
 
 
 class UnitFault(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -108,19 +108,19 @@ def draw_unit_scenario(seed: int) -> UnitScenario:
 
 
 def _draw_job(draw: random.Random, span_s: float) -> Job:
-    is_drawn = draw.random() < 0.4
+    is_drawn, leaves = draw.random() < 0.4, draw.random() < 0.1
     return Job(
         at_s=round(READY_S + draw.random() * span_s, 4),
         prompt="".join(draw.choice("abcdef ") for _ in range(draw.choice((1, 6, 30)))),
-        max_tokens=draw.choice((1, 8, 40, 90, 150)),
+        max_tokens=150 if leaves else draw.choice((1, 8, 40, 90, 150)),
         n=draw.choice((1, 1, 2)),
         temperature=draw.choice((0.7, 1.0)) if is_drawn else 0.0,
         seed=draw.getrandbits(31) if is_drawn else 0,
         stop=draw.choice(("", "", "", "ab")),
-        num_stop_ids=draw.choice((0, 0, 3)),
+        num_stop_ids=0 if leaves else draw.choice((0, 0, 3)),
         kills_after=draw.choice((1, 2, 6)) if draw.random() < 0.06 else None,
         timeout_s=draw.choice((300.0, 300.0, 300.0, 300.0, 20.0, 2.0)),
-        cancel_after_s=round(draw.random(), 4) if draw.random() < 0.1 else None,
+        cancel_after_s=round(draw.random(), 4) if leaves else None,
     )
 
 

@@ -50,6 +50,8 @@ SUPERVISOR_S: Final = 1.0
 QUIET_S: Final = 4.0
 LATE_CLIENT_S: Final = 250.0
 """By so much a client's clock may be late: with the machines' own error less than what clients and leader allow for."""
+ABORT_S: Final = 0.5
+"""After so long an engine has heard that its worker has ended."""
 LISTEN_S: Final = 30.0
 """For so long an attacker who repeats a connection waits for an answer."""
 _EVENT: Final = struct.Struct("<dq")
@@ -187,6 +189,8 @@ class _UnitRun:
             self.violations.append(f"the worker of {answer.request.request_id} failed: {error!r}")
         life.workers.discard(task)
         answer.ended_s = self.loop.time()
+        await asyncio.sleep(ABORT_S)
+        self.violations += self._find_running(answer.request.request_id)
 
     async def _follow(self, answer: JobAnswer, life: NodeLife) -> None:
         trail = self.trails[answer.request.request_id]
@@ -344,6 +348,18 @@ class _UnitRun:
         for answer, alone in zip(self.answers, expected, strict=True):
             self.violations += check_unit_answer(answer, alone.as_given(), self.scenario, self.late_s)
             self.violations += check_trail(answer, self.trails[answer.request.request_id])
+
+    def _find_running(self, request_id: str) -> Iterator[str]:
+        """Yields which engines still compute a request that has ended; where the network is cut, an engine hears of it later."""
+        for life in self.lives:
+            if life is None or (life.machine and self.scenario.faults):
+                continue
+            for index, transport in enumerate(life.transports):
+                process = transport.process
+                if process is None or process.has_ended or self.loop.time() < process.hangs_until_s + ABORT_S:
+                    continue
+                if request_id in process.engine.scheduler.requests:
+                    yield f"engine {index} of machine {life.machine} still has {request_id}, {ABORT_S:g} s after its end"
 
     def _leftovers(self) -> Iterator[str]:
         """Yields what must not be in a unit that has come to rest."""
