@@ -350,7 +350,7 @@ class _UnitRun:
             self.violations += check_trail(answer, self.trails[answer.request.request_id])
 
     def _find_running(self, request_id: str) -> Iterator[str]:
-        """Yields which engines still compute a request that has ended; where the network is cut, an engine hears of it later."""
+        """Yields which engines still compute a request that has ended; over a path that is cut one hears of it later."""
         for life in self.lives:
             if life is None or (life.machine and self.scenario.faults):
                 continue
