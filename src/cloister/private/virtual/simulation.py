@@ -221,7 +221,7 @@ class _UnitRun:
         self.faults[fault.kind] += 1
         life = self.lives[fault.machine]
         member = host_of(fault.machine)
-        transport = None if life is None or not hasattr(life, "transports") else life.transports[fault.engine]
+        transport = None if life is None else life.transports[fault.engine]
         process = None if transport is None else transport.process
         match fault.kind:
             case "crash":
@@ -239,7 +239,7 @@ class _UnitRun:
             case "end_machine" | "lose_machine":
                 await self._restart(fault.machine, fault.lasts_s, loses_power=fault.kind == "lose_machine")
             case "cut_path":
-                ways = {"both": ((True, False)), "to_member": (True,), "to_leader": (False,)}[fault.ways]
+                ways = {"both": (True, False), "to_member": (True,), "to_leader": (False,)}[fault.ways]
                 paths = [(host_of(0), member) if is_to_member else (member, host_of(0)) for is_to_member in ways]
                 for path in paths:
                     self.network.cut(*path)

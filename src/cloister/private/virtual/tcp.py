@@ -101,7 +101,6 @@ class TcpConnection:
     Attributes:
         number: in the order in which they were made.
         said: what its client has sent, which an attacker on the path may record.
-        answered: whether its server has sent anything.
         is_held: an attacker passes nothing on, and lets each side believe that the other one is there.
         changes: an attacker changes a bit of the next bytes.
     """
@@ -109,7 +108,6 @@ class TcpConnection:
     def __init__(self, network: TcpNetwork, number: int, client: _Side, server: _Side) -> None:
         self.number, self.client, self.server = number, client, server
         self.said = bytearray()
-        self.answered = 0
         self.is_held = self.changes = False
         self._network = network
         self._loop = asyncio.get_running_loop()
@@ -187,8 +185,6 @@ class TcpConnection:
                 return
             if side is self.client:
                 self.said += data
-            else:
-                self.answered += len(data)
             self._send(side, data)
             if side.num_unsent >= KEPT_BYTES:
                 self._ignore(side)
