@@ -23,7 +23,7 @@ from benchmarks.cluster_costs import OtherPrograms
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
-from cloister.cluster.virtual.fuzz import _tokenizer
+from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine
@@ -143,7 +143,7 @@ def run_virtual(num_replicas: int, router: str, load: Load, seed: int, *, copies
     shape = ClusterShape(engine, router, tuple(roles), delay_s=0.0002, moves_kv=True, entry_s=0.0002, copies_prefixes=copies)
 
     async def run() -> Outcome:
-        async with running_cluster(shape, _tokenizer(), seed) as cluster:
+        async with running_cluster(shape, open_tokenizer(), seed) as cluster:
             return await drive(cluster, make_requests(load, seed))
 
     return run_virtually(run())

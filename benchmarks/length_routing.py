@@ -28,7 +28,7 @@ from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS, RouterContext
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
-from cloister.cluster.virtual.fuzz import _tokenizer
+from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import LengthError
@@ -154,7 +154,7 @@ async def _run(
     assert isinstance(loop, VirtualEventLoop)
     draw = random.Random(5)
     network = VirtualNetwork(draw, 0.0002)
-    make = partial(make_engine, shape, _tokenizer(), loop.clock)
+    make = partial(make_engine, shape, open_tokenizer(), loop.clock)
     hosts = [Host(i, make, network, draw, start_s=shape.start_s, times=LinkTimes()) for i in range(NUM_REPLICAS)]
     config = EngineConfig(model="history", max_waiting=shape.max_waiting, max_num_seqs=shape.max_num_seqs)
     engines = [EngineClient(LinkTransport(host, draw, Supervision(restarts=None)), config, clock=loop.clock) for host in hosts]

@@ -35,7 +35,7 @@ from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ScalingConfig
 from cloister.cluster.virtual.engine import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
-from cloister.cluster.virtual.fuzz import _tokenizer
+from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.engine.replica_snapshot import Role
 from cloister.models import locate
@@ -215,7 +215,7 @@ def run_trace(clients: list[Client], num_replicas: int, start_s: float, scaling:
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        async with running_cluster(shape, _tokenizer(), 1) as front:
+        async with running_cluster(shape, open_tokenizer(), 1) as front:
             begun_s, watching = loop.time(), asyncio.create_task(watch(front))
             await asyncio.gather(*(client.run(front) for client in clients))
             watching.cancel()

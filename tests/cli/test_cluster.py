@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cli import main
+from cloister.private.unit.pairing import SealedRecords
 
 Captured = pytest.CaptureFixture[str]
 
@@ -63,3 +64,24 @@ def test_a_scenario_is_run_from_its_file_and_wrong_arguments_are_one_line(tmp_pa
         assert status != 0
         assert err.startswith("error: ")
         assert err.count("\n") == 1
+
+
+def test_seeds_of_sealed_units_are_run_and_what_fails_is_made_small_and_runs_again(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert run(capsys, "--sealed", "--seeds", "7..9")[0] == 0
+    monkeypatch.setattr(SealedRecords, "close", lambda records: None)  # keys of a pair that has ended are left
+    status, out, err = run(capsys, "--sealed", "--seeds", "0..1", "--output", str(tmp_path))
+    assert status == 1
+    assert "1 seeds broke a promise" in err
+    path = tmp_path / "0.json"
+    assert f"keys; run it with --scenario {path}" in out
+    small = json.loads(path.read_text())
+    assert small["type"] == "unit"
+    assert len(small["faults"]) == 1
+    assert run(capsys, "--scenario", str(path))[0] == 1
+    monkeypatch.undo()
+    assert run(capsys, "--scenario", str(path))[0] == 0
+    status, _, err = run(capsys, "--on", "local", "--scenario", str(path))
+    assert status != 0
+    assert "runs in virtual time only; leave --on out" in err

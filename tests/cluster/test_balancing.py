@@ -59,7 +59,7 @@ def make_replicas(num: int, router: str, config: ClusterConfig, draw: random.Ran
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualEventLoop)
     network = VirtualNetwork(draw, 0.0002)
-    switch, tokenizer, clock = KVSwitch(network, draw), fuzz._tokenizer(), loop.clock
+    switch, tokenizer, clock = KVSwitch(network, draw), fuzz.open_tokenizer(), loop.clock
 
     def start(index: int) -> VirtualEngine:
         return make_engine(SHAPE, tokenizer, clock)

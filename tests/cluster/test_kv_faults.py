@@ -205,7 +205,7 @@ def test_a_front_hears_nothing_of_what_the_one_before_it_had_loaded(follows: boo
         loop, draw = asyncio.get_running_loop(), random.Random(1)
         assert isinstance(loop, VirtualEventLoop)
         network = VirtualNetwork(draw, 0.0002)
-        tokenizer, switch = fuzz._tokenizer(), KVSwitch(network, draw)
+        tokenizer, switch = fuzz.open_tokenizer(), KVSwitch(network, draw)
         engine = make_engine(EngineShape(), tokenizer, loop.clock)
         host = Host(0, lambda: engine, network, draw, start_s=0.5, times=LinkTimes(), switch=switch)
         before, after = (LinkTransport(host, draw, Supervision()) for _ in range(2))

@@ -33,7 +33,7 @@ async def measure(seed: int, slowness: Sequence[float]) -> tuple[list[float], fl
     loop, draw = asyncio.get_running_loop(), random.Random(seed)
     assert isinstance(loop, VirtualEventLoop)
     network = VirtualNetwork(draw, 0.0002)
-    switch, tokenizer, clock = KVSwitch(network, draw), fuzz._tokenizer(), loop.clock
+    switch, tokenizer, clock = KVSwitch(network, draw), fuzz.open_tokenizer(), loop.clock
 
     def start(index: int) -> VirtualEngine:
         engine = make_engine(SHAPE, tokenizer, clock)

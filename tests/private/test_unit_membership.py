@@ -36,6 +36,7 @@ from cloister.trust.transparency.note import Kind, PrivateKey
 from tests.private.units import (
     FACTS,
     HARDENING,
+    REQUEST_S,
     TIMES,
     Clock,
     Machine,
@@ -148,7 +149,7 @@ def test_a_member_that_renews_nothing_is_dropped_before_its_evidence_ends(clock:
             await until(lambda: stated(leader).unit_members)
             await asyncio.sleep(0.1)
             assert not leader.pairs, "statements without it are still valid"
-            later_s = NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S
+            later_s = NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S + REQUEST_S
             await pass_time(clock, later_s, leader, member, settled=lambda: member.document in unit.list_members().documents)
             await until(lambda: leader.pairs)
 
@@ -186,7 +187,7 @@ def test_a_member_that_was_started_again_is_used_when_no_statement_without_it_is
                 async with running_member(second, port=first.port):
                     await until(lambda: stated(leader).unit_members == (second.key.digest,))
                     assert leader.judged().accepted
-                    wait_s = old.not_after + MAX_CLOCK_SKEW_S - clock.now - 1
+                    wait_s = old.not_after + MAX_CLOCK_SKEW_S + REQUEST_S - clock.now - 1
                     await pass_time(
                         clock, wait_s, leader, second, settled=lambda: second.document in unit.list_members().documents
                     )
@@ -840,6 +841,7 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
             [("127.0.0.1", port)],
             leader.announcer.make_verifier(gpu=False),
             1,
+            longest_request_s=REQUEST_S,
             on_pair=leader.paired,
             on_lost=leader.unpaired,
             times=TIMES,

@@ -41,6 +41,7 @@ POLICY = AttestationPolicy(
     configuration=FACTS.configuration,
     hardening=frozenset({"seccomp", "landlock"}),
 )
+REQUEST_S = 720.0
 DEADLINE_S = 20.0
 
 
@@ -165,6 +166,7 @@ async def running_leader(
         [("127.0.0.1", port) for port in ports],
         verifier or machine.announcer.make_verifier(gpu=False),
         NUM_ENGINES,
+        longest_request_s=REQUEST_S,
         on_pair=machine.paired,
         on_lost=machine.unpaired,
         now=machine.clock,

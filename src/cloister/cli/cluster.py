@@ -6,7 +6,8 @@ from __future__ import annotations
 import logging
 import re
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
@@ -230,10 +231,15 @@ def fuzz(
     ] = False,
     processes: Annotated[int, typer.Option(help="Processes that share the work.", min=1)] = 1,
     output: Annotated[Path, typer.Option(help="Folder for the scenarios that fail.", metavar="DIR")] = Path("fuzz"),
+    sealed: Annotated[
+        bool,
+        typer.Option("--sealed", help="Run seeds of sealed units of several machines, under attack, in place of clusters."),
+    ] = False,
 ) -> None:
     """Run clusters in virtual time, with requests and faults drawn from seeds, and check that every promise is kept.
 
-    A seed that fails is made small and written as a scenario, which `--on local` and `--on ray` run on real engines too.
+    A seed that fails is made small and written as a scenario, which `--on local` and `--on ray` run on real engines too, unless
+    it is of a sealed unit.
     """
     if on != "virtual" and scenario is None:
         raise ConfigError(f"--on {on} runs one scenario; name its file with --scenario", param="scenario")
@@ -244,21 +250,28 @@ def fuzz(
         elif scenario is not None:
             _run_scenario(scenario)
         else:
-            _run_seeds(seeds, processes, output)
+            _run_seeds(seeds, processes, output, _open_search(is_sealed=sealed))
     finally:
         logging.disable(logging.NOTSET)
 
 
 def _run_scenario(path: Path) -> None:
     from cloister.cluster.virtual import fuzz as fuzzer
+    from cloister.private.virtual import fuzz as unit_fuzzer
 
-    _report_run(path, fuzzer.replay(fuzzer.read_scenario(path)))
+    if unit_fuzzer.has_unit_scenario(path):
+        _report_run(path, unit_fuzzer.replay_unit(unit_fuzzer.read_unit_scenario(path)))
+    else:
+        _report_run(path, fuzzer.replay(fuzzer.read_scenario(path)))
 
 
 def _run_on_processes(path: Path, on: Literal["local", "ray"], model: str, skips: bool) -> None:
     from cloister.cluster.virtual import fuzz as fuzzer
     from cloister.launch.scenario import find_impossible, run_on_processes, without_impossible
+    from cloister.private.virtual.fuzz import has_unit_scenario
 
+    if has_unit_scenario(path):
+        raise ConfigError("a scenario of a sealed unit runs in virtual time only; leave --on out", param="on")
     found = fuzzer.read_scenario(path)
     if skips and (impossible := find_impossible(found, on)):
         print_line(f"left out, as only virtual time can do it: {', '.join(impossible)}")
@@ -279,21 +292,42 @@ def _list_faults(faults: Mapping[str, int]) -> str:
     return ", ".join(f"{count} {kind}" for kind, count in sorted(faults.items())) or "none"
 
 
-def _run_seeds(seeds: str, processes: int, output: Path) -> None:
+@dataclass(frozen=True, slots=True)
+class _SeedSearch:
+    """How one kind of scenario is drawn, run and made small."""
+
+    draw: Callable[[int], Any]
+    run_seed: Callable[[int], RunOutcome]
+    replay: Callable[[Any], RunOutcome]
+    shrink: Callable[[Any, Callable[[Any], bool]], Any]
+
+
+def _open_search(*, is_sealed: bool) -> _SeedSearch:
+    if is_sealed:
+        from cloister.private.virtual import fuzz as unit_fuzzer
+        from cloister.private.virtual.scenario import draw_unit_scenario
+
+        return _SeedSearch(draw_unit_scenario, unit_fuzzer.run_unit_seed, unit_fuzzer.replay_unit, unit_fuzzer.shrink_unit)
     from cloister.cluster.virtual import fuzz as fuzzer
 
-    tally = _search(range(*_read_seeds(seeds)), processes)
+    return _SeedSearch(fuzzer.scenario_of, fuzzer.run_seed, fuzzer.replay, fuzzer.shrink)
+
+
+def _run_seeds(seeds: str, processes: int, output: Path, search: _SeedSearch) -> None:
+    from cloister.cluster.virtual.fuzz import write_scenario
+
+    tally = _search(range(*_read_seeds(seeds)), processes, search.run_seed)
     faults = _list_faults(tally.faults)
     print_line(f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults}")
     for seed in tally.failing:
         make_folder(output)
         path = output / f"{seed}.json"
-        found = fuzzer.scenario_of(seed)
-        fuzzer.write_scenario(found, path)
+        found = search.draw(seed)
+        write_scenario(found, path)
         with err.status(f"making seed {seed} smaller"):
-            found = fuzzer.shrink(found, lambda smaller: bool(fuzzer.replay(smaller).violations))
-        fuzzer.write_scenario(found, path)
-        print_line(f"seed {seed}: {fuzzer.replay(found).violations[0]}; run it with --scenario {path}")
+            found = search.shrink(found, lambda smaller: bool(search.replay(smaller).violations))
+        write_scenario(found, path)
+        print_line(f"seed {seed}: {search.replay(found).violations[0]}; run it with --scenario {path}")
     if tally.failing:
         leave(f"{len(tally.failing)} seeds broke a promise", BROKEN)
     print_line("every promise was kept", "green")
@@ -309,13 +343,13 @@ def _read_seeds(seeds: str) -> tuple[int, int]:
     return first, last
 
 
-def _search(seeds: range, num_processes: int) -> SeedTally:
+def _search(seeds: range, num_processes: int, run: Callable[[int], RunOutcome]) -> SeedTally:
     from cloister.cluster.virtual import fuzz as fuzzer
 
     total = fuzzer.SeedTally()
     with make_progress() as progress:
         task = progress.add_task("seeds", total=len(seeds))
-        for tally in fuzzer.search(seeds, num_processes):
+        for tally in fuzzer.search(seeds, num_processes, run):
             total.add(tally)
             progress.update(task, advance=tally.num_seeds, description=f"seeds, {len(total.failing)} failing")
     return total

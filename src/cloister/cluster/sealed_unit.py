@@ -23,6 +23,7 @@ from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
 from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.kv_unit import KVUnit
 from cloister.kv import PrefixKeys
+from cloister.types.clock import Clock
 from cloister.types.config import EngineConfig, ServerConfig, parse_unit_members
 from cloister.types.request import ModelInfo
 
@@ -58,10 +59,16 @@ class WorkerUnit(ReplicaSet):
     """
 
     def __init__(
-        self, replicas: Sequence[EngineClient], make_router: MakeRouter, roles: ClusterConfig, block_size: int, num_own: int
+        self,
+        replicas: Sequence[EngineClient],
+        make_router: MakeRouter,
+        roles: ClusterConfig,
+        block_size: int,
+        num_own: int,
+        clock: Clock | None = None,
     ) -> None:
         self._num_own = num_own
-        super().__init__(replicas, make_router, roles, block_size, avoids_slow=False)
+        super().__init__(replicas, make_router, roles, block_size, avoids_slow=False, clock=clock)
 
     def _connect(self, index: int, replica: EngineClient) -> None:
         super()._connect(index, replica)
@@ -84,19 +91,30 @@ def count_engines(front: ServerConfig) -> int:
     return front.replicas * (1 + len(parse_unit_members(front.unit_members)))
 
 
-def connect_engines(transports: Sequence[SealedWorkerTransport], config: EngineConfig, front: ServerConfig) -> RequestClient:
-    """Returns a worker's client of the engines behind these transports, which know what the engines say of themselves."""
-    clients = [EngineClient(transport, config) for transport in transports]
+def connect_engines(
+    transports: Sequence[SealedWorkerTransport],
+    config: EngineConfig,
+    front: ServerConfig,
+    *,
+    draw: random.Random | None = None,
+    clock: Clock | None = None,
+) -> RequestClient:
+    """Returns a worker's client of the engines behind these transports, which know what the engines say of themselves.
+
+    Args:
+        draw: draws engines; None: the system's random numbers.
+    """
+    clients = [EngineClient(transport, config, clock=clock) for transport in transports]
     if len(clients) == 1:
         return clients[0]
 
     make = ROUTERS.get(DRAWN)
 
     def make_router(model: ModelInfo) -> Router:
-        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), random.SystemRandom()))
+        return make(RouterContext(PrefixKeys(model.fingerprint, config.block_size), draw or random.SystemRandom()))
 
     num_machines = len(clients) // front.replicas
     roles = tuple(assign_roles(front.replicas, front.prefill, front.decode)) * num_machines
-    unit = WorkerUnit(clients, make_router, ClusterConfig(roles), config.block_size, front.replicas)
+    unit = WorkerUnit(clients, make_router, ClusterConfig(roles), config.block_size, front.replicas, clock)
     unit.model, unit.memory, unit.startup = clients[0].model, clients[0].memory, clients[0].startup  # needed before the start
     return unit

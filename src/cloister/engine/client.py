@@ -30,7 +30,7 @@ from cloister.engine.replica_snapshot import (
 from cloister.engine.request_client import Health, RequestClient
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
-from cloister.engine.supervision import IdleTimer, Supervision, Watchdog
+from cloister.engine.supervision import IdleTimer, RollCall, Supervision, Watchdog
 from cloister.engine.transports import SealedWorkerTransport, StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
@@ -50,6 +50,7 @@ from cloister.types.events import (
     PrefixLeased,
     Ready,
     RenewPrefix,
+    RollCalled,
     Shutdown,
     Stepped,
     Submit,
@@ -125,6 +126,7 @@ class EngineClient(RequestClient):
         self._replaces = self._watches and self._supervision.restarts is not None
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
         self._idle = IdleTimer(self._supervision.idle_timeout_s)
+        self._roll_call = RollCall(self._supervision.ask_after_s)
         self._is_resting = False
         self._wanted = asyncio.Event()
         self._has_woken = asyncio.Event()
@@ -436,6 +438,7 @@ class EngineClient(RequestClient):
     def receive(self, message: Outputs) -> None:
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
+        self._roll_call.note(self._clock.now())
         self._requests.deliver(message)
         if self._requests.holds_back:
             self._send_due()
@@ -546,6 +549,7 @@ class EngineClient(RequestClient):
             )
         self._introduce(ready)
         self._watchdog.restart(self._clock.now())
+        self._roll_call.note(self._clock.now())
         self._idle.note_use(self._clock.now())
         self._is_open, self._is_resting = True, False
         self._has_woken.set()
@@ -596,7 +600,9 @@ class EngineClient(RequestClient):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._supervision.look_every_s)
-            is_waited_for = self._requests.is_waited_for and not self.adapters.is_loading
+            if self._roll_call.look(self._clock.now()):
+                self._send(RollCalled())
+            is_waited_for = (self._requests.is_waited_for or self._roll_call.is_open) and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
             if self._requests.is_waited_for or self.adapters.is_loading:
                 self._idle.note_use(self._clock.now())

@@ -40,6 +40,7 @@ from cloister.types.events import (
     PrefetchKV,
     PrefixLeased,
     RenewPrefix,
+    RollCalled,
     Shutdown,
     Stepped,
     Submit,
@@ -131,6 +132,7 @@ class EngineCore:
         self._transfer: KVTransfer | None = None
         self._tiers: EngineTiers | None = None
         self._cache_replies: list[CacheReply] = []
+        self._is_asked = False
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -278,8 +280,9 @@ class EngineCore:
             replies += self._scheduler.prefix_leases.take_news()
         self.adapters.replies, self._cache_replies = [], []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
-        if not (events or replies):
+        if not (events or replies or self._is_asked):
             return None
+        self._is_asked = False
         return Outputs(self._output.collect(events, self._scheduler.requests, answers), events, replies)
 
     def _clear_up(self) -> None:
@@ -320,6 +323,8 @@ class EngineCore:
                 if drop:
                     self._scheduler.forget(scope, now)
                 self._cache_replies.append(CacheReply(call_id, places))
+            case RollCalled():
+                self._is_asked = True
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
 

@@ -18,6 +18,8 @@ MAX_TICK_S: Final = 1.0
 timeout that is shorter than two of them: an engine is seen to be stalled before it is replaced."""
 NUM_STEPS: Final = 20
 """An engine may make no progress for this many of its own steps, however short the timeout."""
+ASK_AFTER_S: Final = 5.0
+"""For engines of sealed nodes (`Supervision.ask_after_s`)."""
 STACKS_SIGNAL: Final = signal.SIGUSR2
 """An engine process writes the stacks of its threads to its front. A sealed node ignores this signal."""
 _STEP_DECAY: Final = 0.99
@@ -107,6 +109,34 @@ class IdleTimer:
         return self._timeout_s is not None and now - self._used_s >= self._timeout_s
 
 
+class RollCall:
+    """Says when an engine that others use too is asked whether it is there: requests of workers may wait for one that hangs,
+    and that has not said that it has them (`engine.sealed_channels`).
+
+    Args:
+        after_s: time without a word; None: it is never asked.
+
+    Attributes:
+        is_open: it was asked, and has not answered.
+    """
+
+    def __init__(self, after_s: float | None) -> None:
+        self.is_open = False
+        self._after_s = after_s
+        self._heard_s = 0.0
+
+    def note(self, now: float) -> None:
+        """The engine has said something, or has just started."""
+        self._heard_s, self.is_open = now, False
+
+    def look(self, now: float) -> bool:
+        """Returns whether it is to be asked now."""
+        if self._after_s is None or self.is_open or now - self._heard_s < self._after_s:
+            return False
+        self.is_open = True
+        return True
+
+
 class Restarts:
     """Exponential backoff with a limit.
 
@@ -145,6 +175,8 @@ class Supervision:
         restarts: its restart policy; None if it cannot be restarted.
         idle_timeout_s: an engine that can be restarted is ended when it had no request for this long, until there is one
             again; None keeps it.
+        ask_after_s: an engine that others use too is asked whether it is there when it has said nothing for so long; None: it
+            is not asked.
         watches: False: another process watches the engine and starts the next one; this one opens a channel to it when there is
             a request.
     """
@@ -154,4 +186,5 @@ class Supervision:
     look_every_s: float = 0.5
     restarts: Restarts | None = field(default_factory=Restarts)
     idle_timeout_s: float | None = None
+    ask_after_s: float | None = None
     watches: bool = True

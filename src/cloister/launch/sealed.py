@@ -132,7 +132,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     from cloister.private.workers.front_app import WORKER_ENTRY, worker_node_app
     from cloister.private.workers.key_service import KeyServiceBoot
     from cloister.private.workers.worker_pool import WorkerPool, start_module
-    from cloister.private.workers.zygote import ZygoteBoot
+    from cloister.private.workers.zygote import LIFE_MARGIN_S, ZygoteBoot
     from cloister.server.serve import ServerApp
     from cloister.trust.attestation.configuration import describe_settings
     from cloister.trust.attestation.unchanged_files import UnchangedFiles
@@ -144,7 +144,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
     path = locate_here(config.model)
     loaded = UnchangedFiles([path, *loaded_beside(config, path).values(), *manifests(config)])  # before anything is loaded
-    machine = open_machine(front)
+    machine = open_machine(front, config.request_timeout_s + LIFE_MARGIN_S)
 
     def keep_listener(index: int, listener: socket.socket) -> None:
         loaded.check()  # a new engine has read them once more; it gets no request if they are others

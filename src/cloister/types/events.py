@@ -388,6 +388,10 @@ class CacheReply(msgspec.Struct, frozen=True, tag=True):
     places: list[CacheUsage]
 
 
+class RollCalled(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: say something, so that it is known that you run. The answer is a message of a step, or an empty one."""
+
+
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
     """Front to engine: finish running requests within `timeout_s`, then exit."""
 
@@ -434,6 +438,7 @@ FrontMessage = (
     | LoadAdapter
     | UnloadAdapter
     | InspectCache
+    | RollCalled
     | Shutdown
 )
 EngineMessage = Ready | Failed | Outputs

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from functools import cache, partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Final
+from typing import Final, TypeVar
 
 import msgspec
 
@@ -23,6 +23,8 @@ from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
+
+S = TypeVar("S")
 
 LEAST_POOLED: Final = 2
 """Slots of which one can be lent."""
@@ -70,20 +72,24 @@ def scenario_of(seed: int) -> Scenario:
 def replay(scenario: Scenario) -> RunOutcome:
     """Runs a scenario; an exception that reaches its end counts as a broken promise."""
     try:
-        return run_scenario(scenario, _tokenizer())
+        return run_scenario(scenario, open_tokenizer())
     except Exception as error:
         return RunOutcome((f"{type(error).__name__}: {error}",), "", Counter(), 0, 0)
 
 
-def search(seeds: Sequence[int], num_processes: int = 1) -> Iterator[SeedTally]:
-    """Runs seeds, and yields what some of them brought as soon as they have run."""
+def search(seeds: Sequence[int], num_processes: int = 1, run: Callable[[int], RunOutcome] = run_seed) -> Iterator[SeedTally]:
+    """Runs seeds, and yields what some of them brought as soon as they have run.
+
+    Args:
+        run: runs the scenario of a seed.
+    """
     chunks = [seeds[start : start + CHUNK] for start in range(0, len(seeds), CHUNK)]
     if num_processes == 1:
-        yield from map(_run_chunk, chunks)
+        yield from map(partial(_run_chunk, run), chunks)
         return
     silence = partial(logging.disable, logging.CRITICAL)
     with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=silence) as pool:
-        running: list[Future[SeedTally]] = [pool.submit(_run_chunk, chunk) for chunk in chunks]
+        running: list[Future[SeedTally]] = [pool.submit(_run_chunk, run, chunk) for chunk in chunks]
         try:
             for future in running:
                 yield future.result()
@@ -97,7 +103,16 @@ def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
     Args:
         fails: runs a scenario.
     """
-    while (smaller := next(filter(fails, _simpler(scenario)), None)) is not None:
+    return shrink_by(_simpler, scenario, fails)
+
+
+def shrink_by(simplify: Callable[[S], Iterator[S]], scenario: S, fails: Callable[[S], bool]) -> S:
+    """As `shrink`, for any kind of scenario.
+
+    Args:
+        simplify: yields scenarios that are simpler by one thing.
+    """
+    while (smaller := next(filter(fails, simplify(scenario)), None)) is not None:
         scenario = smaller
     return scenario
 
@@ -143,7 +158,7 @@ def _find_mistake(scenario: Scenario) -> str | None:
     return None
 
 
-def write_scenario(scenario: Scenario, path: Path) -> None:
+def write_scenario(scenario: msgspec.Struct, path: Path) -> None:
     """Writes a scenario as JSON."""
     path.write_bytes(msgspec.json.format(msgspec.json.encode(scenario), indent=1) + b"\n")
 
@@ -206,11 +221,12 @@ def _simpler(scenario: Scenario) -> Iterator[Scenario]:
         if getattr(scenario, name) < getattr(_PLAIN, name):
             yield replace(scenario, **{name: getattr(_PLAIN, name)})
     for index, job in enumerate(scenario.jobs):
-        for simpler in _simpler_jobs(job):
+        for simpler in simplify_job(job):
             yield replace(scenario, jobs=(*scenario.jobs[:index], simpler, *scenario.jobs[index + 1 :]))
 
 
-def _simpler_jobs(job: Job) -> Iterator[Job]:
+def simplify_job(job: Job) -> Iterator[Job]:
+    """Yields jobs that are simpler by one thing."""
     replace = msgspec.structs.replace
     for name in _PLAIN_FIELDS:
         if getattr(job, name) != getattr(_PLAIN_JOB, name):
@@ -223,16 +239,17 @@ def _simpler_jobs(job: Job) -> Iterator[Job]:
         yield replace(job, max_tokens=job.max_tokens // 2)
 
 
-def _run_chunk(seeds: Sequence[int]) -> SeedTally:
+def _run_chunk(run: Callable[[int], RunOutcome], seeds: Sequence[int]) -> SeedTally:
     tally = SeedTally()
     for seed in seeds:
-        outcome = run_seed(seed)
+        outcome = run(seed)
         tally.add(SeedTally(1, outcome.num_requests, outcome.num_tokens, outcome.faults, (seed,) if outcome.violations else ()))
     return tally
 
 
 @cache
-def _tokenizer() -> Tokenizer:
+def open_tokenizer() -> Tokenizer:
+    """Returns the tokenizer of all scenarios."""
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = Tokenizer(write_byte_tokenizer(Path(folder)))
         tokenizer.encode("", parse_special=False)  # it reads its file for the first text, and grammars have it read some

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-import time
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -81,15 +80,24 @@ class UnitMachine:
 class LeaderMachine(UnitMachine):
     """The node that clients seal to."""
 
-    def __init__(self, key: UnitKey, front: ServerConfig) -> None:
+    def __init__(self, key: UnitKey, front: ServerConfig, longest_request_s: float) -> None:
         super().__init__(key, front)
+        self._longest_request_s = longest_request_s
         self._carriers: LeaderCarriers | None = None
 
     async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
         members = parse_unit_members(self._front.unit_members)
-        leader = UnitLeader(self._key, members, verifier, self._front.replicas, on_pair=carriers.add, on_lost=carriers.remove)
-        await leader.start(time.monotonic() + START_TIMEOUT_S)
+        leader = UnitLeader(
+            self._key,
+            members,
+            verifier,
+            self._front.replicas,
+            longest_request_s=self._longest_request_s,
+            on_pair=carriers.add,
+            on_lost=carriers.remove,
+        )
+        await leader.start(asyncio.get_running_loop().time() + START_TIMEOUT_S)
         self._begin(leader.run())
         return leader
 
@@ -155,14 +163,17 @@ class DrainedMachine:
         await self.engine.drain(timeout_s)
 
 
-def open_machine(front: ServerConfig) -> UnitMachine | None:
+def open_machine(front: ServerConfig, longest_request_s: float) -> UnitMachine | None:
     """Returns this node's part in its unit; None if it is no machine of one.
+
+    Args:
+        longest_request_s: for how long a worker of a request lives at most.
 
     Raises:
         ConfigError: no memory may be locked, or the unit port cannot be used.
     """
     if front.unit_members is not None:
-        return LeaderMachine(UnitKey("unit_members"), front)
+        return LeaderMachine(UnitKey("unit_members"), front, longest_request_s)
     if front.unit_port is not None:
         return MemberMachine(UnitKey("unit_port"), front)
     return None

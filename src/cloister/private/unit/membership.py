@@ -1,8 +1,8 @@
 """The machines of a sealed unit find each other: the leader connects to its members, both sides verify each other's evidence,
 and again whenever it is renewed; a machine that does not come up to it, or is silent, is dropped.
 
-A member is usable for the leader's workers only while every statement of the leader that has not ended lists it: a client that
-sealed to the leader under an older statement agreed to the machines in that one.
+A member is usable for the leader's workers only while every statement of the leader that has not ended lists it, or that a
+request may still run under: a client that sealed to the leader under an older statement agreed to the machines in that one.
 """
 
 from __future__ import annotations
@@ -157,6 +157,8 @@ class UnitLeader:
         addresses: unit ports of the members, (IP address, port).
         verifier: judges their evidence.
         num_engines: engines of this machine, and so of each.
+        longest_request_s: for how long a request runs at most: so much later than its statement it may still be given to an
+            engine.
         on_pair: called when a member has become usable. If it raises OSError, the pair is lost, and made again later.
         on_lost: called with the id of a pair whose member is not usable any more, also if `on_pair` failed for it.
         now: returns Unix seconds.
@@ -169,6 +171,7 @@ class UnitLeader:
         verifier: PeerVerifier,
         num_engines: int,
         *,
+        longest_request_s: float,
         on_pair: Callable[[Pair], None],
         on_lost: Callable[[bytes], None],
         now: Callable[[], float] = time.time,
@@ -178,6 +181,7 @@ class UnitLeader:
         self._members = [_Member(index, address) for index, address in enumerate(addresses, 1)]
         self._verifier = verifier
         self._num_engines = num_engines
+        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s
         self._on_pair, self._on_lost = on_pair, on_lost
         self._now = now
         self._times = times
@@ -190,7 +194,7 @@ class UnitLeader:
         that does not answer, or has no evidence yet, is asked again.
 
         Args:
-            deadline_s: on the clock of `time.monotonic`.
+            deadline_s: on the clock of the event loop.
 
         Raises:
             UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
@@ -217,7 +221,7 @@ class UnitLeader:
         evidence = read_evidence(document)
         statement = read_statement(evidence.statement)
         self._document, self._own = document, evidence
-        ended_s = self._now() - MAX_CLOCK_SKEW_S
+        ended_s = self._now() - self._late_s
         self._stated = [one for one in self._stated if one.ends_s > ended_s]
         self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
         self._use_members()
@@ -248,7 +252,7 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        ended_s = self._now() - MAX_CLOCK_SKEW_S  # on the clocks of all clients
+        ended_s = self._now() - self._late_s  # on the clocks of all clients, with the requests that they sealed under it
         valid = [one.members for one in self._stated if one.ends_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
@@ -283,7 +287,7 @@ class UnitLeader:
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
                 why = _describe(error)
                 is_final = isinstance(error, UnitRefusedError) and error.reason != REFUSED
-                if is_final or time.monotonic() + self._times.retry_s > deadline_s:
+                if is_final or asyncio.get_running_loop().time() + self._times.retry_s > deadline_s:
                     reason = error.reason if isinstance(error, UnitRefusedError) else "silent"
                     raise UnitRefusedError(reason, f"member {member.index} of the unit, {_show(member)}: {why}") from None
                 self._say(member, why)
@@ -324,7 +328,7 @@ class UnitLeader:
                 later = (
                     ""
                     if self._may_use(member)
-                    else "; it is used when statements that do not list it have ended, in an hour at most"
+                    else "; it is used when statements that do not list it have ended, and the requests under them"
                 )
                 _logger.info("member %d of the unit has proved itself%s", member.index, later)
                 member.last_word = ""
@@ -606,7 +610,7 @@ class UnitPort:
 
     def _say(self, why: str) -> None:
         """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
-        now_s = time.monotonic()
+        now_s = asyncio.get_running_loop().time()
         if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
             _logger.warning("the unit port: %s", why)
             self._last_word, self._said_s = why, now_s

@@ -117,10 +117,14 @@ class Zygote:
                     self._work(sock)
                     self._control.send(TAKEN)
                 else:
-                    if (old := self._listeners.pop(message, None)) is not None:
-                        old.close()
-                    self._listeners[message] = sock
+                    self.keep_listener(message, sock)
             _reap()
+
+    def keep_listener(self, command: bytes, listener: socket.socket) -> None:
+        """Takes over what a command brings, in place of what the same one brought before."""
+        if (old := self._listeners.pop(command, None)) is not None:
+            old.close()
+        self._listeners[command] = listener
 
     def _work(self, front: socket.socket) -> None:
         """Forks a worker. If the key service cannot be reached, none is forked and the front's exchange is closed."""
