@@ -1,4 +1,4 @@
-"""The time that a text takes grows with its length, and not with its square: whatever a client sends, for each kind of tokenizer.
+"""The time of a text grows with its length, not with its square: whatever a client sends, for each kind of tokenizer.
 
 A call of the library cannot be interrupted, so a text of 4 MB whose time is quadratic would hold a thread for hours.
 """
