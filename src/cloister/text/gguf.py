@@ -38,7 +38,7 @@ from cloister.types.gguf import GGUFArray, GGUFFile, read_gguf
 # process.
 
 
-_FORMAT: Final = 1
+_FORMAT: Final = 2
 """Raise it when the same metadata comes to another tokenizer: files of the old number are then not used."""
 _LEAST_BYTES: Final = 1 << 20
 _MOST_FILES: Final = 8

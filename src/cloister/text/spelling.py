@@ -192,8 +192,10 @@ _CASED = (
     "\U0001e900-\U0001e943"
 )
 """Letters with case of the Unicode version that DeepSeek's first tokenizer was made with."""
+TRAILING_SPACE = r"(?<!\s)\s+$"
+r"""Equal to `\s+$` of DeepSeek's first tokenizers, which tries every place of a run of spaces: their number squared."""
 _EAST_ASIAN = "[一-龥ࠀ-一가-퟿]+"
-_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", r"\s+$", _EAST_ASIAN, r"\p{N}")
+_DEEPSEEK_LLM = (r"[\r\n]", rf"\s?[{_CASED}]+", r"\s?[!-/:-~！-／：-～‘-‟　-。]+", TRAILING_SPACE, _EAST_ASIAN, r"\p{N}")
 _DEEPSEEK_CODER = (r"[\r\n]", r"\s?\p{L}+", r"\s?\p{P}+", _EAST_ASIAN, r"\p{N}")
 
 

@@ -17,7 +17,7 @@ import tokenizers
 from cloister.text.detokenizer import Detokenizer
 from cloister.text.gguf import TokenizerStore
 from cloister.text.source import open_source
-from cloister.text.spelling import SpecialTokens, Spelling, read_spelling
+from cloister.text.spelling import TRAILING_SPACE, SpecialTokens, Spelling, read_spelling
 from cloister.text.token_bound import TokenBound
 from cloister.types.errors import InvalidRequestError, ModelError
 
@@ -70,6 +70,10 @@ class Guard:
 
 LONG_TEXT_CHARS: Final = 4096
 """From here on a text takes milliseconds, and a few million characters take seconds: other threads must not wait for them."""
+
+
+_SLOW_PATTERN: Final = re.compile(rb'("Regex"\s*:\s*)"\\\\s\+\$"')
+"""The pattern that `TRAILING_SPACE` stands for, in tokenizer.json."""
 
 
 class Tokenizer:
@@ -307,6 +311,7 @@ def _build(
     Args:
         content: tokenizer.json, of which `head` has the added tokens.
     """
+    content = _SLOW_PATTERN.sub(lambda match: match[1] + json.dumps(TRAILING_SPACE).encode(), content)
     try:
         tokenizer = tokenizers.Tokenizer.from_buffer(content)
     except Exception as error:  # the library raises bare Exception
