@@ -34,7 +34,7 @@ from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.codec_levels import LEVELS, CodecLevel
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
 from cloister.models import LoadedModel, load
 from cloister.quant.passages import HELD_OUT, read_passages
 from cloister.scheduler.kv_restores import TierEntry, TierRead

@@ -12,7 +12,7 @@ from importlib.metadata import packages_distributions
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-DEVELOPMENT = ("test", "check", "study")
+DEVELOPMENT = ("test", "check", "chart", "study")
 """Extras that no user installs."""
 PROVIDERS = {
     "flashinfer": ["flashinfer-python"],

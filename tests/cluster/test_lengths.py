@@ -15,7 +15,8 @@ from cloister.cluster import ROUTERS, ReplicaSnapshot
 from cloister.cluster.lengths import EDGES, LengthCurves, LengthForecasts, groups_of
 from cloister.cluster.routers import RouterContext
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.scenario import LENGTH_ERRORS, Job, LengthError, Scenario
+from cloister.cluster.virtual.drawing import LENGTH_ERRORS
+from cloister.cluster.virtual.scenario import Job, LengthError, Scenario
 from cloister.engine.replica_snapshot import RequestSnapshot
 from cloister.kv import PrefixKeys
 from cloister.types.errors import QueueFullError

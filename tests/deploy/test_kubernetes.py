@@ -27,7 +27,7 @@ EVERYTHING = {"apiKeys": "keys", "models": "m", "cache": "c", "download": True, 
 
 def render(values: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Returns the manifests that Helm makes of the chart, by kind."""
-    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra chart)")
     with helm.Chart.load(str(CHART)) as chart:
         texts = chart.render(dict(values), name="cloister").values()
     return {each["kind"]: each for text in texts for each in yaml.safe_load_all(text) if each is not None}
@@ -68,13 +68,13 @@ def test_helm_lets_engines_come_and_go() -> None:
     "values", [{"maxEngines": 4, "engines": 2}, {"minEngines": 2}, {"minEngines": 3, "maxEngines": 2}, {"maxEngines": -1}]
 )
 def test_helm_refuses_engines_that_contradict_each_other(values: dict[str, int]) -> None:
-    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra chart)")
     with pytest.raises(helm.HelmError):
         render(values)
 
 
 def test_helm_has_nothing_against_the_chart_and_refuses_values_that_it_does_not_know() -> None:
-    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra check)")
+    helm = pytest.importorskip("helm_python", reason="needs helm-python-sdk (extra chart)")
     found = helm.lint(str(CHART))
     assert not found["errors"]
     assert {message["error"] for message in found["messages"]} <= {"icon is recommended"}

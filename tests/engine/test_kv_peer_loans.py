@@ -11,7 +11,7 @@ import pytest
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.kv import lent_tier
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
-from cloister.kv.tiers import TierLayout
+from cloister.kv.tier_slots import TierLayout
 from cloister.launch.settings import resolve_settings
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError, PolicyError

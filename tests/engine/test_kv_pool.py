@@ -20,7 +20,7 @@ from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import kv_pool_member, kv_tier_files
 from cloister.engine.kv_pool import PAGE_BYTES, KVPool, PoolSeat
 from cloister.engine.kv_pool_member import RECORD_BYTES, RING_WORDS
-from cloister.kv.tiers import TierBlock
+from cloister.kv.tier_slots import TierBlock
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 from cloister.types.events import InspectCache, KVLoaded

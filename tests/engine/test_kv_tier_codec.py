@@ -17,7 +17,7 @@ from cloister.engine.kv_tier_opener import make_nonce
 from cloister.engine.kv_tier_storage import parse_tiers
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
 from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.types.errors import ConfigError
 

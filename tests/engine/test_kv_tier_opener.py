@@ -16,7 +16,7 @@ from cloister.engine.kv_tier_opener import (
     make_nonce,
     pack_record,
 )
-from cloister.kv.tiers import TAG_BYTES, TierBlock
+from cloister.kv.tier_slots import TAG_BYTES, TierBlock
 
 SIZES = (1, 15, 16, 4096, 20_000)
 CHAIN = describe_chain(b"form", b"root")

@@ -7,7 +7,8 @@ import random
 import pytest
 
 from cloister.kv.shared_tier import SharedTierIndex
-from cloister.kv.tiers import KVTierIndex, KVTiers, TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
+from cloister.kv.tiers import KVTierIndex, KVTiers
 
 NUM_SLOTS = 4
 LAYOUT = TierLayout((100,), (NUM_SLOTS,))

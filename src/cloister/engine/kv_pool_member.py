@@ -27,7 +27,7 @@ from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.shared_tier import SharedTierIndex
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
 from cloister.types.errors import ConfigError
 
 RECORD_BYTES: Final = 192

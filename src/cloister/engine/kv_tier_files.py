@@ -23,7 +23,7 @@ from cloister.engine.kv_tier_reads import (
     measure_reads,
     recommend,
 )
-from cloister.kv.tiers import TAG_BYTES, TierBlock, TierLayout
+from cloister.kv.tier_slots import TAG_BYTES, TierBlock, TierLayout
 from cloister.types.logs import describe
 
 FIRST_PATTERN: Final = ReadPattern("pread", 2**18, 2)

@@ -16,7 +16,7 @@ from typing import Final, Protocol, cast
 import msgspec
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from cloister.kv.tiers import TAG_BYTES, TierBlock
+from cloister.kv.tier_slots import TAG_BYTES, TierBlock
 
 DESCRIBED: Final = struct.Struct("<32sQI")
 """Prefix key, entry and group of a block, which are authenticated behind the bytes of its chain."""

@@ -11,7 +11,8 @@ from typing import Final
 
 from cloister.kv.shared_tier import SHARED_TIER_THREAT, SharedTierIndex
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
-from cloister.kv.tiers import KVTierIndex, TierAccount, TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
+from cloister.kv.tiers import KVTierIndex, TierAccount
 from cloister.types.threat import ThreatProfile
 
 LENT_SHARE: Final = 0.75

@@ -10,7 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
-from cloister.kv.tiers import KVTierIndex, TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
+from cloister.kv.tiers import KVTierIndex
 from cloister.types.threat import Requirement, ThreatProfile
 
 SHARED_TIER_THREAT: Final = ThreatProfile(

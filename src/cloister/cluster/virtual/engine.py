@@ -32,7 +32,7 @@ from cloister.executor import Grammars, ModelRunner
 from cloister.executor.adapters import AdapterSlots
 from cloister.executor.drafters import Drafter
 from cloister.kv import BlockPool, KVFormat, PrefixKeys
-from cloister.kv.tiers import TierBlock
+from cloister.kv.tier_slots import TierBlock
 from cloister.models.adapters import Adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.speculation import Speculation

@@ -16,9 +16,10 @@ from typing import Final, TypeVar
 import msgspec
 
 from cloister.cluster.routers import ROUTERS
+from cloister.cluster.virtual.drawing import draw_scenario
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.grammars import GRAMMARS
-from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job, Scenario, draw_scenario
+from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job, Scenario
 from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer

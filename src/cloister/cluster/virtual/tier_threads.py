@@ -22,7 +22,7 @@ from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_worker import TierArrival
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
-from cloister.kv.tiers import TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock, TierLayout
 from cloister.scheduler.kv_restores import TierRead
 
 PROBE: Final = (4096, 0.0004)
