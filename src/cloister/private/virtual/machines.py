@@ -28,7 +28,7 @@ from cloister.private.unit.membership import UnitLeader, UnitListing, UnitPort, 
 from cloister.private.unit.pairing import UnitKey
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.virtual.engine_process import UnitTransport
-from cloister.private.virtual.event_loop import SocketEventLoop
+from cloister.private.virtual.event_loop import SocketEventLoop, on_clock
 from cloister.private.virtual.tcp import HOST, Address
 from cloister.private.workers.channel_broker import ChannelBroker, ChannelSource
 from cloister.private.workers.zygote import LIFE_MARGIN_S, Zygote, engine_listener
@@ -48,7 +48,7 @@ EPOCH_S: Final = 1_750_000_000.0
 START_TIMEOUT_S: Final = 600.0
 LOOK_S: Final = 1.0
 ASK_S: Final = 15.0
-"""How often a front looks at its engines, and asks one that is silent: more seldom than in production, as most of a run is idle."""
+"""A front looks at its engines, and asks one that is silent, more seldom than in production: most of a run is idle."""
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
 MODEL_DIGEST: Final = "0b" * 32
@@ -92,21 +92,27 @@ class _WatchedBroker(ChannelBroker):
 
     @property
     def num_workers(self) -> int:
-        return len(self._num_asks)
+        return len(self._watched) - 1  # one is its control socket
+
+    @property
+    def _watched(self) -> list[socket.socket]:
+        return [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
 
     def admit(self) -> socket.socket:
-        far = super().admit()
-        near = next(reversed(self._num_asks))
+        with on_clock(self._loop):
+            far = super().admit()
+        near = self._watched[-1]
         self._loop.add_reader(near, self._answer_all, near, near.fileno())
         return far
 
     def _answer_all(self, near: socket.socket, descriptor: int) -> None:
-        self.serve()
+        with on_clock(self._loop):
+            self.serve()
         if near.fileno() < 0:
             self._loop.remove_reader(descriptor)
 
     def close(self) -> None:
-        for sock in self._num_asks:
+        for sock in self._watched:
             self._loop.remove_reader(sock)
         super().close()
 
