@@ -151,12 +151,14 @@ def watch_no_deadline(client: RequestClient, request: Request) -> Iterator[None]
         client.abort(request.request_id)
 
 
-def answer_once(broker: ChannelBroker, sock: Any, index: int) -> None:
+def answer_once(broker: Any, sock: Any, *asked: Any) -> None:
     """A worker gets one channel, and another one never."""
-    if broker._num_given[sock]:
+    answered = vars(broker).setdefault("answered", set())
+    if sock in answered:
         sock.send(b"-")
     else:
-        reply(broker, sock, index)
+        answered.add(sock)
+        reply(broker, sock, *asked)
 
 
 def has(*kinds: str) -> Callable[[UnitScenario], bool]:

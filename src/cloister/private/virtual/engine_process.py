@@ -7,8 +7,7 @@ import asyncio
 import contextlib
 import selectors
 import socket
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 from cloister.cluster.link import TIMER_ERROR_S
@@ -17,6 +16,7 @@ from cloister.engine.channel import InputQueue
 from cloister.engine.sealed_channels import SealedChannels, open_listener
 from cloister.engine.supervision import Supervision
 from cloister.engine.transports import LOST, Deliver
+from cloister.private.virtual.event_loop import on_clock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import FrontMessage, Outputs, Ready
@@ -136,7 +136,7 @@ class UnitEngineProcess:
     def _read_channels(self) -> None:
         if self.has_ended:
             return
-        with contextlib.suppress(_WaitsError), _on_clock(self._loop):
+        with contextlib.suppress(_WaitsError), on_clock(self._loop):
             self.channels.run()
             self._loop.remove_reader(self._descriptor)  # its front has closed the listener, so the thread ends
             return
@@ -171,17 +171,6 @@ class UnitEngineProcess:
                 timer.cancel()
                 if core.waits_for_others:
                     self._send(Outputs([], []))
-
-
-@contextlib.contextmanager
-def _on_clock(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
-    """Has what a thread does look at the clock of an event loop."""
-    real = time.monotonic
-    time.monotonic = loop.time
-    try:
-        yield
-    finally:
-        time.monotonic = real
 
 
 class UnitTransport:

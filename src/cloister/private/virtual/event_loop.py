@@ -7,9 +7,11 @@ is ready before it lets time pass, and always in the order in which it began to 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import selectors
 import socket
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import Executor
 from typing import Any, TypeVar, TypeVarTuple
 
@@ -89,3 +91,14 @@ class SocketEventLoop(VirtualEventLoop, _PollingLoop):
         self._process_events(self._selector.select(0))  # type: ignore[attr-defined]
         if not self._due:
             super()._wait()
+
+
+@contextlib.contextmanager
+def on_clock(loop: asyncio.AbstractEventLoop) -> Iterator[None]:
+    """Has what another thread or process would do in one go look at the clock of an event loop."""
+    real = time.monotonic
+    time.monotonic = loop.time
+    try:
+        yield
+    finally:
+        time.monotonic = real

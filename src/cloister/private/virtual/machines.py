@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from contextvars import copy_context
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cache, partial
 from typing import Final, Protocol
 
 import msgspec
@@ -20,7 +20,7 @@ from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.sealed_unit import DRAWN, SealedUnit, connect_engines
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
-from cloister.engine.supervision import ASK_AFTER_S, Restarts, Supervision
+from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys
 from cloister.private.attesting import Announcer
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
@@ -28,7 +28,7 @@ from cloister.private.unit.membership import UnitLeader, UnitListing, UnitPort, 
 from cloister.private.unit.pairing import UnitKey
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.virtual.engine_process import UnitTransport
-from cloister.private.virtual.event_loop import SocketEventLoop
+from cloister.private.virtual.event_loop import SocketEventLoop, on_clock
 from cloister.private.virtual.tcp import HOST, Address
 from cloister.private.workers.channel_broker import ChannelBroker, ChannelSource
 from cloister.private.workers.zygote import LIFE_MARGIN_S, Zygote, engine_listener
@@ -46,6 +46,9 @@ UNIT_PORT: Final = 9100
 EPOCH_S: Final = 1_750_000_000.0
 """Unix time when a run begins."""
 START_TIMEOUT_S: Final = 600.0
+LOOK_S: Final = 1.0
+ASK_S: Final = 15.0
+"""A front looks at its engines, and asks one that is silent, more seldom than in production: most of a run is idle."""
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
 MODEL_DIGEST: Final = "0b" * 32
@@ -89,21 +92,27 @@ class _WatchedBroker(ChannelBroker):
 
     @property
     def num_workers(self) -> int:
-        return len(self._num_asks)
+        return len(self._watched) - 1  # one is its control socket
+
+    @property
+    def _watched(self) -> list[socket.socket]:
+        return [key.fileobj for key in self._selector.get_map().values() if isinstance(key.fileobj, socket.socket)]
 
     def admit(self) -> socket.socket:
-        far = super().admit()
-        near = next(reversed(self._num_asks))
+        with on_clock(self._loop):
+            far = super().admit()
+        near = self._watched[-1]
         self._loop.add_reader(near, self._answer_all, near, near.fileno())
         return far
 
     def _answer_all(self, near: socket.socket, descriptor: int) -> None:
-        self.serve()
+        with on_clock(self._loop):
+            self.serve()
         if near.fileno() < 0:
             self._loop.remove_reader(descriptor)
 
     def close(self) -> None:
-        for sock in self._num_asks:
+        for sock in self._watched:
             self._loop.remove_reader(sock)
         super().close()
 
@@ -149,7 +158,7 @@ class UnitMake:
     def facts(self) -> Facts:
         configuration = {"setting replicas": str(self.front.replicas), "setting router": f'"{DRAWN}"'}
         capacity = self.front.replicas * (1 + len(self.addresses))
-        return Facts(RELEASE, MODEL_DIGEST, "private", measure_profile("private"), configuration, capacity)
+        return Facts(RELEASE, MODEL_DIGEST, "private", _measure_private(), configuration, capacity)
 
     @property
     def hardening(self) -> dict[str, str]:
@@ -193,7 +202,7 @@ class NodeLife:
                 make.make_engine,
                 partial(self._keep_listener, index),
                 partial(make.watcher.note_message, self, index),
-                Supervision(restarts=Restarts(max_restarts=NUM_RESTARTS), ask_after_s=ASK_AFTER_S),
+                Supervision(look_every_s=LOOK_S, restarts=Restarts(max_restarts=NUM_RESTARTS), ask_after_s=ASK_S),
                 make.shape.start_s,
             )
             for index in range(make.front.replicas)
@@ -340,6 +349,11 @@ class UnitWorker:
                 transport._messages.close()
                 transport._messages._writer.transport.abort()
         self._source._sock.close()
+
+
+@cache
+def _measure_private() -> str:
+    return measure_profile("private")
 
 
 def host_of(machine: int) -> str:

@@ -20,7 +20,7 @@ MOST_CLOCK_S: Final = 45.0
 """By so much a machine's clock is wrong at most."""
 READY_S: Final = 8.0
 """By then the machines of a unit have found each other, if nothing is wrong."""
-LONG_SHARE: Final = 0.04
+LONG_SHARE: Final = 0.02
 """Share of the scenarios that last until a member that was started again is used."""
 LONG_S: Final = NODE_KEY_LIFE_S + 1500.0
 
