@@ -135,8 +135,10 @@ def serve_on(carriers: MemberCarriers, pair_id: bytes) -> None:
     """A leader that is lost keeps its connections until the next one comes."""
 
 
-def accuse_for_lost_connections(requests: InFlightRequests, *texts: str, is_dead: bool = True) -> int:
-    return keep_resumable(requests, *texts)
+def accuse_for_lost_connections(
+    requests: InFlightRequests, error: str, *, is_dead: bool = True, is_shared: bool = False
+) -> int:
+    return keep_resumable(requests, error, is_shared=is_shared)
 
 
 def ask_nobody(roll_call: RollCall, now: float) -> bool:
@@ -228,6 +230,7 @@ def lose_one_connection_and_two_engines(seed: int) -> UnitScenario:
 
 
 def test_a_lost_connection_that_accuses_a_request_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.engine.client.TRIAL_SPREAD_S", 0.0)  # so that the second death comes while it is tried
     scenarios = [lose_one_connection_and_two_engines(seed) for seed in range(8)]
     assert [fuzz.replay_unit(each).violations for each in scenarios] == [()] * 8
     monkeypatch.setattr(InFlightRequests, "keep_resumable", accuse_for_lost_connections)

@@ -102,9 +102,9 @@ def connect_engines(
     """Returns a worker's client of the engines behind these transports, which know what the engines say of themselves.
 
     Args:
-        draw: draws engines; None: the system's random numbers.
+        draw: draws engines, and when a request is tried that may have killed one; None: the system's random numbers.
     """
-    clients = [EngineClient(transport, config, clock=clock) for transport in transports]
+    clients = [EngineClient(transport, config, clock=clock, draw=draw) for transport in transports]
     if len(clients) == 1:
         return clients[0]
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import random
 import secrets
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
@@ -81,6 +82,7 @@ class EngineClient(RequestClient):
         transport: the connection to the engine.
         config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` the time
             without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
+        draw: draws when a request is tried that may have killed an engine; None: the system's random numbers.
 
     Attributes:
         name: of its engine, in the log.
@@ -101,7 +103,9 @@ class EngineClient(RequestClient):
 
     adapters: AdapterCalls
 
-    def __init__(self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None) -> None:
+    def __init__(
+        self, transport: Transport, config: EngineConfig, *, clock: Clock | None = None, draw: random.Random | None = None
+    ) -> None:
         self.closed: str | None = NOT_STARTED
         self.name = "the engine"
         self.num_lost = 0
@@ -119,6 +123,7 @@ class EngineClient(RequestClient):
         self._transport = transport
         self._config = config
         self._clock = clock or WallClock()
+        self._draw = draw or random.SystemRandom()
         self._num_routed = 0
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)
         self._supervision = transport.supervision or Supervision(restarts=None)
@@ -462,7 +467,7 @@ class EngineClient(RequestClient):
         if self._replaces or not self._requests.awaits_trial:
             self._hand_over()
         elif self._trial is None:  # other clients of the engine try theirs at other times
-            delay_s = secrets.SystemRandom().uniform(0.0, TRIAL_SPREAD_S)
+            delay_s = self._draw.uniform(0.0, TRIAL_SPREAD_S)
             self._trial = asyncio.get_running_loop().call_later(delay_s, self._begin_trial)
 
     def _begin_trial(self) -> None:

@@ -246,7 +246,7 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
         yield from policy.refusals({feature: Use(True, f"setting `kv_tier` {where.name}")})
         yield from policy.entry_refusals(entry, "kv_tier")
     admission = Entry.of(TIER_ADMISSIONS, config.kv_tier_admission or DEFAULT_ADMISSION)
-    yield from policy.entry_refusals(admission, "kv_tier_admission")
+    yield from policy.entry_refusals(admission, "kv_tier" if config.kv_tier_admission is None else "kv_tier_admission")
     if not config.prefix_cache:
         yield ConfigError("kv_tier keeps what the prefix cache evicts; leave it out, or prefix_cache on", param="kv_tier")
     if any(where.is_shared for where in tiers) and (server.replicas == 1 or server.on != LOCAL):
