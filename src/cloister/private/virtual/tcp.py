@@ -20,6 +20,8 @@ HOST: Final[ContextVar[str]] = ContextVar("HOST")
 """The address of the machine whose code runs."""
 RETRY_S: Final = 1.0
 """Until a packet that was lost is sent again."""
+FULL_S: Final = 0.01
+"""Until a sender asks again whether there is room."""
 KEPT_BYTES: Final = 2**16
 """Most bytes of one direction on their way; the sender waits."""
 _READ_BYTES: Final = 2**16
@@ -144,7 +146,11 @@ class TcpConnection:
 
     def kill(self, side: _Side) -> None:
         """Ends the program of a side: what it has sent comes before the end."""
-        self._read(side)
+        is_full = True
+        while is_full and not (side.is_gone or side.has_ended):
+            self._watch(side)
+            self._read(side)
+            is_full = not side.is_read  # it was not read to its end
         if not (side.is_gone or side.has_ended):
             self._finish(side)
         if not side.is_gone:
@@ -175,9 +181,8 @@ class TcpConnection:
             except BlockingIOError:
                 return
             except OSError:  # its program has left something unread
-                self._ignore(side)
                 self.end(side, is_reset=False)
-                self._send(side, None)
+                self._loop.call_later(self._network.delay_s, self._pass_reset, side)
                 return
             if not data:
                 self._ignore(side)
@@ -193,19 +198,14 @@ class TcpConnection:
         side.has_ended = True
         self._send(side, b"")
 
-    def _send(self, side: _Side, data: bytes | None) -> None:
-        """Sends bytes, the end of all (empty), or a reset (None)."""
-        if data is None:
-            side.unsent.clear()
-        side.unsent.append((self._loop.time() + self._network.delay_s, b"" if data is None else data))
-        if data is None:
-            side.has_ended = True
-            self._loop.call_later(self._network.delay_s, self._pass_reset, side)
-            return
+    def _send(self, side: _Side, data: bytes) -> None:
+        """Sends bytes; none are the end of all."""
+        side.unsent.append((self._loop.time() + self._network.delay_s, data))
         side.num_unsent += len(data)
         self._loop.call_later(self._network.delay_s, self._pass_on, side)
 
     def _pass_reset(self, side: _Side) -> None:
+        """Tells the other side, unless that is lost: then the next packet from there is answered so."""
         if not self.is_held and self._network.passes(side.host, self.other(side).host):
             self.end(self.other(side), is_reset=True)
 
@@ -240,7 +240,7 @@ class TcpConnection:
             side.num_unsent -= num_bytes
             if num_bytes < len(data):
                 side.unsent.appendleft((sent_s, data[num_bytes:]))
-                self._loop.call_later(self._network.delay_s, self._pass_on, side)  # until its program has read some
+                self._loop.call_later(FULL_S, self._pass_on, side)  # until its program has read some
                 break
         if side.num_unsent < KEPT_BYTES and not (side.has_ended or side.is_gone):
             self._watch(side)
