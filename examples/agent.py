@@ -17,7 +17,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
-from openai import OpenAI
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit("error: this example needs the package openai; install it with: pip install openai")
 
 QUESTION = "What is the Python module csv?"
 MODULES = ("csv", "json", "random", "re", "sqlite3", "tempfile")

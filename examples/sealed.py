@@ -1,17 +1,22 @@
 """A first sealed request: `python examples/sealed.py --relay URL --trust trust.json --api-key-file FILE ["A question"]`.
 
 Prints what was verified before anything was sent, then the answer as it is written, then which node it was. Trust file and API
-key come from whoever runs the cloud, and not over the relay; `examples/private_cloud.sh` makes one on your machine.
+key come from the people who run the cloud, and not over the relay; `examples/private_cloud.sh` makes one on your machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 from typing import Any
 
 import httpx
-from openai import OpenAI
+
+try:
+    from openai import OpenAI
+except ModuleNotFoundError:
+    sys.exit("error: this example needs the package openai; install it with: pip install openai")
 
 from cloister.client import SealedError, SealedTransport, Session
 from cloister.client.proxy import tell_epoch

@@ -3,8 +3,10 @@ from itertools import product
 import numpy as np
 import pytest
 
+from cloister.bench.measure import Objectives
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import AloneModel, AloneObjective, LatencyObjective, fit_costs, list_figures, summarise
+from cloister.types.errors import EngineError
 
 
 def record(number=0, due_s=0.0, times=(1.0, 2.0, 4.0), num_input=10, failure=None, cached=0):
@@ -67,6 +69,14 @@ def test_the_default_objective_is_half_as_long_again_as_alone():
     objective = AloneObjective(AloneModel(base_s=2.0, input_s=0.0, output_s=0.0))
     assert objective.met_by(record(times=(1.0, 3.0)))
     assert not objective.met_by(record(times=(1.0, 3.1)))
+
+
+def test_a_server_that_answers_nothing_alone_is_one_line_that_says_why():
+    objectives = Objectives()
+    with pytest.raises(EngineError, match=r"sent alone \(http_404\); .*--api-model"):
+        objectives.settle([record(times=(), failure="http_404")])
+    with pytest.raises(EngineError, match=r"sent alone \(http_429, timeout\); look at the server's log first$"):
+        objectives.settle([record(times=(), failure="timeout"), record(times=(), failure="http_429")])
 
 
 def test_an_objective_is_met_by_nine_tenths():

@@ -99,8 +99,18 @@ def share_in_page_cache(fd: int, num_bytes: int) -> float:
 def test_the_table_names_calls_blocks_and_what_to_use(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     status, out, _ = run(capsys, str(tmp_path), "--size-mb", "8")
     assert status == 0
-    for text in ("pread, cached", "256 KiB", "GB/s, 8 at once", "Writes of 1 MiB:", "Recommended: "):
+    for text in (
+        "pread, cached",
+        "256 KiB",
+        "GB/s, 8 at once",
+        "Writes of 1 MiB:",
+        "GB/s until they are on the disk",
+        "Recommended: ",
+    ):
         assert text in out
+    status, out, _ = run(capsys, "host", "--size-mb", "8")
+    assert status == 0
+    assert "GB/s\n" in out.split("Writes of 1 MiB:")[1], "memory is no disk"
 
 
 def test_progress_is_told_once_for_each_step(tmp_path: Path) -> None:

@@ -1,5 +1,7 @@
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -89,3 +91,10 @@ def test_a_file_that_is_not_gzip_is_refused(tmp_path):
 def test_a_missing_file_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="no trace file"):
         read_trace(tmp_path / "none.csv")
+
+
+def test_a_benchmark_says_a_wrong_name_in_one_line():
+    command = [sys.executable, "-m", "benchmarks.scaling", "trace", "nowhere.csv"]
+    ended = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    assert (ended.returncode, ended.stdout) == (1, "")
+    assert ended.stderr == "error: no trace file at nowhere.csv; give a CSV or JSONL file, plain or .gz\n"

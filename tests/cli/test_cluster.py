@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -85,3 +93,43 @@ def test_seeds_of_sealed_units_are_run_and_what_fails_is_made_small_and_runs_aga
     status, _, err = run(capsys, "--on", "local", "--scenario", str(path))
     assert status != 0
     assert "runs in virtual time only; leave --on out" in err
+
+
+@contextlib.contextmanager
+def searching() -> Iterator[subprocess.Popen[bytes]]:
+    """A search that two processes do, with a group of its own, as from a terminal: Ctrl-C there reaches all three."""
+    command = [sys.executable, "-m", "cloister.cli", "cluster", "fuzz", "--seeds", "0..1000000", "--processes", "2"]
+    pipe, heed = subprocess.PIPE, partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # tests may run where it is ignored
+    with subprocess.Popen(command, stdout=pipe, stderr=pipe, start_new_session=True, preexec_fn=heed) as process:
+        try:
+            wait_for_workers(process.pid, 2)
+            yield process
+        finally:
+            process.kill()
+
+
+def test_ctrl_c_ends_a_search_in_several_processes_quietly() -> None:
+    with searching() as process:
+        os.killpg(process.pid, signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert b"Traceback" not in err
+
+
+def test_a_search_that_is_killed_leaves_no_process() -> None:
+    with searching() as process:
+        process.kill()
+        process.communicate(timeout=60)  # its standard output ends when the last process that has it ends
+
+
+def wait_for_workers(pid: int, count: int) -> None:
+    """Waits until so many processes that this one started have computed for half a second: by then they run seeds."""
+    give_up_s = time.monotonic() + 60
+    while time.monotonic() < give_up_s:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        times = [Path(f"/proc/{child}/stat").read_text().rpartition(")")[2].split() for child in children]
+        ticks = os.sysconf("SC_CLK_TCK")
+        if sum((int(each[11]) + int(each[12])) / ticks > 0.5 for each in times) >= count:
+            return
+        time.sleep(0.05)
+    pytest.fail("the processes of the search did not start")

@@ -150,3 +150,17 @@ def test_ctrl_c_while_the_command_is_imported_ends_with_130(monkeypatch: pytest.
     with pytest.raises(SystemExit) as ended:
         main(["serve"])
     assert ended.value.code == 130
+
+
+@pytest.mark.parametrize("arguments", [["serve"], ["doctor"]])
+def test_ctrl_c_before_any_verb_is_imported_ends_with_130(
+    arguments: list[str], monkeypatch: pytest.MonkeyPatch, nothing_hardened: None
+) -> None:
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(spawning, "start_early_template", interrupt)
+    monkeypatch.setattr(commands, "run", interrupt)
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 130

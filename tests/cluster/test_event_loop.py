@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 
 import pytest
 
@@ -64,3 +65,45 @@ def test_what_a_callback_raises_reaches_the_handler_and_stops_nothing() -> None:
 
     (error,) = run_virtually(main())
     assert isinstance(error, KeyError)
+
+
+def test_ctrl_c_ends_a_program_that_goes_on_when_it_is_cancelled() -> None:
+    async def main() -> None:
+        signal.raise_signal(signal.SIGINT)
+        for _ in range(3):  # as an engine that ends its steps first
+            try:
+                await asyncio.sleep(60)
+            except asyncio.CancelledError:
+                seen.append("cancelled")
+        seen.append("went on")
+
+    seen: list[str] = []
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_virtually(main())
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert seen[0] == "cancelled"  # by the end of the loop, after the interrupt
+
+
+def test_ctrl_c_in_a_finalizer_is_not_lost() -> None:
+    class Interrupting:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    async def main() -> None:
+        waste = Interrupting()
+        del waste
+        await asyncio.sleep(60)
+        pytest.fail("it went on")
+
+    before = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            run_virtually(main())
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -380,8 +380,8 @@ def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
 
 def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"seed": "x"}')
-    for name in ("odd.json", "missing.json"):
-        with pytest.raises(ConfigError, match="holds no scenario"):
+    for name, said in (("odd.json", "holds no scenario"), ("missing.json", "No such file or directory; check the path")):
+        with pytest.raises(ConfigError, match=said):
             fuzz.read_scenario(tmp_path / name)
 
 

@@ -117,6 +117,14 @@ def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPat
             ServeProcess("--on", "ray", "--ray-address", ray.address, "--num-threads", "1")
 
 
+def test_without_a_ray_here_auto_names_the_command_that_joins_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in (*VARIABLES, "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    with pytest.raises(RuntimeError, match="ray start --address=HOST:PORT of its head --num-cpus=0"):
+        ServeProcess("--on", "ray", "--ray-address", "auto", "--num-threads", "1")
+
+
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:
     before = left_over()
     secret = "my doctor is called Okonkwo"

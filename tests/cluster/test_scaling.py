@@ -24,11 +24,12 @@ from cloister.engine.core import EngineCore
 from cloister.engine.fork_server import ForkServer
 from cloister.engine.replica_snapshot import ReplicaState, Role
 from cloister.types.config import EngineConfig
-from cloister.types.errors import EngineError, InvalidRequestError
+from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError
 from cloister.types.events import Ready
 from cloister.types.request import Request
 from tests.cluster.test_rolling_update import answer, make_router
 from tests.engine.fake_transport import MODEL, FakeTransport
+from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_config, make_replica, make_request
 from tests.engine.test_process import until
 from tests.history_program import greedy_continuation
@@ -226,8 +227,10 @@ def test_the_seeds_of_the_fault_search_scale() -> None:
 
 
 def build_small(config: EngineConfig) -> EngineCore:
-    """A replica with two slots, and steps of 20 ms."""
-    return make_replica(Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.02), max_num_seqs=2).core
+    """A replica with two slots, steps of 20 ms, and a budget of three bytes."""
+    core = make_replica(Path(config.model), wrap=lambda r: SteppedRunner(r, step_s=0.02), max_num_seqs=2).core
+    core.memory = [("weights", 1), ("KV cache", 2)]
+    return core
 
 
 @contextlib.asynccontextmanager
@@ -258,6 +261,28 @@ async def serving(path: Path, scaling: ScalingConfig, num_replicas: int = 2) -> 
 
 def states(replicas: ReplicaSet) -> list[str]:
     return [snapshot.state for snapshot in replicas.snapshots()]
+
+
+def test_the_memory_that_is_said_is_that_of_all_that_may_run(model_path: Path) -> None:
+    async def main() -> None:
+        async with serving(model_path, ScalingConfig(1), 3) as (replicas, _):
+            assert states(replicas) == ["running", "stopped", "stopped"]
+            assert replicas.memory == [("weights", 3), ("KV cache", 6)]
+
+    asyncio.run(main())
+
+
+def test_memory_that_one_of_several_lacks_names_all_that_share_it(model_path: Path) -> None:
+    async def main() -> None:
+        clients = [
+            EngineClient(ProcessTransport("tests.engine.replica:build_refusing", spawn=spawn_forked), make_config(model_path))
+            for _ in range(4)
+        ]
+        replicas = ReplicaSet(clients, make_router, ClusterConfig(scaling=ScalingConfig(1)))
+        with pytest.raises(MemoryBudgetError, match="start fewer replicas: 4 share"):
+            await replicas.start()
+
+    asyncio.run(main())
 
 
 QUICK = ScalingConfig(1, up_after_s=0.1, down_after_s=0.5, look_every_s=0.05)

@@ -136,6 +136,8 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
+        ({"on": "ray", "ray_address": "nonsense"}, "ray_address nonsense is no address; give HOST:PORT"),
+        ({"on": "ray", "ray_address": "ray://10.0.0.1:10001"}, "give HOST:PORT"),
         ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to shm,tls"),
         ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to shm,tls"),
         ({"on": "ray", "replicas": 2, "prefill": 1, "decode": 1}, "computed twice; set kv_transfer to shm,tls"),

@@ -111,6 +111,12 @@ def test_replicas_are_named_by_an_alert_and_on_the_dashboard():
     assert any("cloister_replica_state" in query for query in QUERIES)
 
 
+def test_restarts_are_counted_of_engines_that_are_forks_too():
+    """After its first restart such an engine has the phase `clone` in place of `import` (`engine.transports`)."""
+    (rule,) = (rule for rule in RULES if rule["alert"] == "CloisterEngineRestarts")
+    assert set(re.findall(r'phase="(\w+)"', rule["expr"])) == {"import", "clone"}
+
+
 @needs_promtool
 def test_prometheus_takes_its_config_and_the_rules_fire_when_they_should():
     promtool("check", "config", "prometheus.yml")

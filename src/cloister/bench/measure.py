@@ -42,14 +42,18 @@ class Objectives:
         """Returns the objective, fitted to requests that ran alone unless limits are fixed.
 
         Raises:
-            EngineError: none of them was answered.
+            EngineError: none of them was answered; the message has the kinds of failure.
         """
         if self.are_fixed:
             return LatencyObjective(self.ttft_s, self.tbt_s)
         try:
             return AloneObjective(AloneModel.fit(alone))
         except ValueError:
-            raise EngineError("no request was answered when sent alone; look at the server's log first") from None
+            kinds = ", ".join(sorted({record.failure for record in alone if record.failure is not None}))
+            advice = "; `GET /v1/models` lists what --api-model may name" if "http_404" in kinds else ""
+            raise EngineError(
+                f"no request was answered when sent alone ({kinds}); look at the server's log first{advice}"
+            ) from None
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,7 +39,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     Args:
         arguments: arguments without the program's name; None uses those of the process.
     """
-    given = sys.argv[1:] if arguments is None else arguments
+    try:
+        _run(arguments, sys.argv[1:] if arguments is None else arguments)
+    except KeyboardInterrupt:  # while it is imported, or its template is started
+        sys.exit(130)
+
+
+def _run(arguments: Sequence[str] | None, given: Sequence[str]) -> None:
     if not forks_engines(given):
         from cloister.cli.commands import run
 
@@ -48,13 +54,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     from cloister.engine.spawning import discard_early_template, start_early_template
 
     gc.disable()  # until the server runs: imports leave hardly any garbage, and searches for it take a quarter of their time
-    start_early_template(PRELOADED)
     try:
+        start_early_template(PRELOADED)
+
         from cloister.cli.commands import run
 
         run(arguments)
-    except KeyboardInterrupt:  # while it is imported
-        sys.exit(130)
     finally:
         discard_early_template()
         gc.enable()

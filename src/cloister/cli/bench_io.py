@@ -53,7 +53,8 @@ def _print(where: str, report: StorageReport) -> None:
     rows = _list_rows([*report.rates, *report.cached_rates], depths)
     print_table(f"Reads of a file of {size} in {where}", headers, rows, wide_console(_WIDE))
     out.print("Times are of one read, at the least depth.", highlight=False)
-    out.print(f"Writes of 1 MiB: {report.write_bytes_s / 1e9:.2f} GB/s until they are on the disk", highlight=False)
+    until = "" if where == _MEMORY else " until they are on the disk"
+    out.print(f"Writes of 1 MiB: {report.write_bytes_s / 1e9:.2f} GB/s{until}", highlight=False)
     if report.left_out:
         out.print(f"Not on this system: {', '.join(report.left_out)}", highlight=False)
     if not report.is_complete:

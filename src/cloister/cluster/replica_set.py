@@ -179,7 +179,7 @@ class ReplicaSet(RequestClient):
             CloisterError: as of the engine that cannot start, or they serve different models.
         """
         replicas = self._states.with_engines()
-        error = await _start_all(replicas)
+        error = await _start_all(replicas, len(self._replicas))
         if error is None and len({replica.model.fingerprint for replica in replicas}) > 1:
             error = EngineError(DIFFERENT_MODELS)
         if error is not None:
@@ -188,7 +188,8 @@ class ReplicaSet(RequestClient):
         first = replicas[0]
         self.model, self.startup = first.model, first.startup
         totals: dict[str, int] = {}
-        for what, num_bytes in (item for replica in replicas for item in replica.memory):
+        stopped = [first] * len(self._states.stopped)  # each may run, with the share that the others have
+        for what, num_bytes in (item for replica in (*replicas, *stopped) for item in replica.memory):
             totals[what] = totals.get(what, 0) + num_bytes
         self.memory = list(totals.items())
         for index in self._states.stopped:
@@ -501,8 +502,12 @@ class ReplicaSet(RequestClient):
             listener(event)
 
 
-async def _start_all(replicas: Sequence[EngineClient]) -> BaseException | None:
-    """Starts all at once. If one cannot start, the others are given up, and its error is returned."""
+async def _start_all(replicas: Sequence[EngineClient], num_sharing: int) -> BaseException | None:
+    """Starts all at once. If one cannot start, the others are given up, and its error is returned.
+
+    Args:
+        num_sharing: replicas that share the memory, with those that do not run at first.
+    """
     starting = [asyncio.create_task(replica.start()) for replica in replicas]
     try:
         done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
@@ -511,8 +516,6 @@ async def _start_all(replicas: Sequence[EngineClient]) -> BaseException | None:
             task.cancel()
     await asyncio.gather(*starting, return_exceptions=True)
     error = next((task.exception() for task in done if task.exception() is not None), None)
-    if isinstance(error, MemoryBudgetError) and len(replicas) > 1:
-        return MemoryBudgetError(
-            f"{error.message}; or start fewer replicas: {len(replicas)} share the memory", param=error.param
-        )
+    if isinstance(error, MemoryBudgetError) and num_sharing > 1:
+        return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
     return error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -38,6 +39,7 @@ OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
 LOCAL: Final = "local"
 """Replicas are processes of this machine."""
+_RAY_ADDRESS: Final = re.compile(r"auto|[^/\s]+:\d+")
 DRAWN: Final = "capacity_random"
 """The router that nobody can steer."""
 SEALED_LINKS: Final = "sealed"
@@ -354,6 +356,11 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
         yield from _check_unit(server)
     if server.on == LOCAL and server.ray_address is not None:
         yield ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
+    if server.ray_address is not None and not _RAY_ADDRESS.fullmatch(server.ray_address):
+        yield ConfigError(
+            f"ray_address {server.ray_address} is no address; give HOST:PORT, as `ray start --head` prints it, or auto",
+            param="ray_address",
+        )
     if server.on != LOCAL and server.idle_timeout_s is not None:
         yield ConfigError(
             f"only engines of this machine end while idle; leave idle_timeout_s out, or on {server.on}", param="idle_timeout_s"

@@ -205,7 +205,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
-        raise ConfigError("host is no address of this machine; try 127.0.0.1", param="host") from None
+        raise ConfigError(f"host {host} is no address of this machine; try 127.0.0.1", param="host") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

@@ -283,9 +283,10 @@ def _note(error: Exception) -> str:
 def _explain(address: str | None, error: Exception) -> str:
     if address is None:
         return f"Ray does not start on this machine ({_note(error)})"
+    where = "HOST:PORT of its head" if address == "auto" else address
     return (
         f"the Ray cluster at {address} cannot be joined ({_note(error)}); a node of it must run on this machine: "
-        f"ray start --address={address} --num-cpus=0, with the same versions of Ray and Python; if the cluster has a token, "
+        f"ray start --address={where} --num-cpus=0, with the same versions of Ray and Python; if the cluster has a token, "
         "RAY_AUTH_MODE=token and the same RAY_AUTH_TOKEN must be set here"
     )
 

@@ -6,10 +6,13 @@ So code that sleeps, waits for deadlines and keeps timers runs unchanged, withou
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from contextvars import Context, copy_context
 from heapq import heappop, heappush
+from signal import SIGINT, default_int_handler, getsignal, signal
 from typing import Any, Final, TypeVar, TypeVarTuple
 
 from cloister.types.clock import VirtualClock
@@ -66,10 +69,15 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
         self._timers: list[tuple[float, int, _Call]] = []
         self._num_timers = 0
         self._num_turns = 0
+        self._is_interrupted = False
         super().__init__()
 
     def time(self) -> float:
         return self.clock.now()
+
+    def interrupt(self) -> None:
+        """Has the next turn raise KeyboardInterrupt in its place; a signal handler may call it."""
+        self._is_interrupted = True
 
     def call_soon(self, callback: Callable[[*Ts], object], *args: *Ts, context: Context | None = None) -> asyncio.Handle:
         call = _Call(0.0, callback, args, self, context)
@@ -91,6 +99,9 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
 
     def _run_once(self) -> None:
         """Runs what is due; if nothing is, lets time pass first. Overrides the one method of asyncio that waits."""
+        if self._is_interrupted:
+            self._is_interrupted = False
+            raise KeyboardInterrupt
         timers, due = self._timers, self._due
         while timers and timers[0][2]._cancelled:
             heappop(timers)
@@ -122,8 +133,26 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
 def run_virtually(main: Coroutine[Any, Any, T]) -> T:
     """Runs a coroutine to its end in a virtual event loop, and cancels what it leaves.
 
+    Ctrl-C ends it between two turns. `asyncio.Runner.run` would cancel the coroutine, and what is simulated may go on after
+    that for as long as it likes; an interrupt that comes at any place may come in a finalizer, where Python ignores it.
+
     Raises:
         RuntimeError: it waits for something that cannot happen.
     """
     with asyncio.Runner(loop_factory=VirtualEventLoop) as runner:
-        return runner.run(main)
+        loop = runner.get_loop()
+        assert isinstance(loop, VirtualEventLoop)
+        with _interrupted_between_turns(loop):
+            return loop.run_until_complete(main)
+
+
+@contextmanager
+def _interrupted_between_turns(loop: VirtualEventLoop) -> Iterator[None]:
+    if threading.current_thread() is not threading.main_thread() or getsignal(SIGINT) is not default_int_handler:
+        yield
+        return
+    signal(SIGINT, lambda *_: loop.interrupt())
+    try:
+        yield
+    finally:
+        signal(SIGINT, default_int_handler)

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache, partial
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context
 from pathlib import Path
+from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
 from typing import Final, TypeVar
 
 import msgspec
@@ -24,6 +26,7 @@ from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.scheduler import POLICIES
 from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
+from cloister.types.processes import end_with_parent
 
 S = TypeVar("S")
 
@@ -88,14 +91,27 @@ def search(seeds: Sequence[int], num_processes: int = 1, run: Callable[[int], Ru
     if num_processes == 1:
         yield from map(partial(_run_chunk, run), chunks)
         return
-    silence = partial(logging.disable, logging.CRITICAL)
-    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=silence) as pool:
-        running: list[Future[SeedTally]] = [pool.submit(_run_chunk, run, chunk) for chunk in chunks]
+    begin, others = partial(_begin_process, os.getpid()), {*active_children()}
+    with ProcessPoolExecutor(num_processes, mp_context=get_context("spawn"), initializer=begin) as pool:
         try:
+            mask = pthread_sigmask(SIG_BLOCK, (SIGINT,))  # Ctrl-C is for this process, which ends the others
+            try:
+                running: list[Future[SeedTally]] = [pool.submit(_run_chunk, run, chunk) for chunk in chunks]
+            finally:
+                pthread_sigmask(SIG_SETMASK, mask)
             for future in running:
                 yield future.result()
+        except BaseException:  # a chunk may take seconds, and each process has some before it
+            for process in {*active_children()} - others:
+                process.kill()
+            raise
         finally:
             pool.shutdown(cancel_futures=True)
+
+
+def _begin_process(parent: int) -> None:
+    end_with_parent(parent)
+    logging.disable(logging.CRITICAL)  # engines die by the thousand
 
 
 def shrink(scenario: Scenario, fails: Callable[[Scenario], bool]) -> Scenario:
@@ -121,8 +137,12 @@ def shrink_by(simplify: Callable[[S], Iterator[S]], scenario: S, fails: Callable
 def read_scenario(path: Path) -> Scenario:
     """Reads a scenario. Raises ConfigError if the file holds none, or one that cannot be."""
     try:
-        scenario = msgspec.json.decode(path.read_bytes(), type=Scenario)
-    except (OSError, msgspec.MsgspecError) as error:
+        text = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}; check the path", param="scenario") from error
+    try:
+        scenario = msgspec.json.decode(text, type=Scenario)
+    except msgspec.MsgspecError as error:
         raise ConfigError(
             f"{path} holds no scenario: {error}; docs/cluster.md has one, and `cloister cluster fuzz` writes those that fail",
             param="scenario",
