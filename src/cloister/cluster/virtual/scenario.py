@@ -31,6 +31,8 @@ DRAFTED_SHARE: Final = 0.35
 """Share of the scenarios whose engines draft."""
 ADAPTED_SHARE: Final = 0.25
 """Share of the scenarios with adapters."""
+CANCELLED_SHARE: Final = 0.4
+"""Share of the calls that load adapters which are cancelled."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
 MOST_JOBS: Final = 32
@@ -142,6 +144,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             drops what is cached of it. `load`, `unload`: all replicas get an adapter, or give it up.
         weights: of these (`EngineShape.weights`); None: the same as before.
         adapter: its number.
+        cancelled_after_s: the call that loads it is cancelled then; None: never.
         trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
 
@@ -153,6 +156,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     role: Role = "mixed"
     weights: int | None = None
     adapter: int = 1
+    cancelled_after_s: float | None = None
     trouble: UpdateTrouble = "none"
 
 
@@ -250,7 +254,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
             drawn = _move_in_bursts(drawn, draw)
     draw = random.Random(f"adapters {seed}")
     if draw.random() < ADAPTED_SHARE:
-        drawn = _adapt(drawn, draw)
+        drawn = _cancel_loads(_adapt(drawn, draw), random.Random(f"cancelled {seed}"))
     draw = random.Random(f"tiers {seed}")
     if draw.random() < TIERED_SHARE:
         drawn = _keep_in_tiers(drawn, draw)
@@ -258,6 +262,17 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if draw.random() < SEARCHED_SHARE:
         drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
     return _keep_few(drawn, max(MOST_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
+
+
+def _cancel_loads(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario with some of its calls that load adapters cancelled, before or after they have."""
+    operations = tuple(
+        msgspec.structs.replace(each, cancelled_after_s=round(draw.uniform(0.0, draw.choice((0.02, 0.2))), 4))
+        if each.kind == "load" and draw.random() < CANCELLED_SHARE
+        else each
+        for each in scenario.operations
+    )
+    return msgspec.structs.replace(scenario, operations=operations)
 
 
 def _keep_few(scenario: Scenario, most: int, draw: random.Random) -> Scenario:
