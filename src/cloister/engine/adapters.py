@@ -246,8 +246,8 @@ class AdapterCalls:
         return reply.adapter
 
     def _take_back(self, name: str) -> None:
-        """Has the engine unload what it loads too late, or for a call that was cancelled: nobody knows of it, and its name could
-        not be loaded again."""
+        """Has the engine unload what it loads too late, or for a cancelled call: nobody knows of it, and its name could not be
+        loaded again."""
         self._late.add(name)
         task = asyncio.create_task(self._unload_late(name), name="unloading of a late adapter")
         self._unloading.add(task)
