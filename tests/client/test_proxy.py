@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import anyio
 import httpx
 import openai
 import pytest
@@ -90,6 +91,47 @@ def test_who_hangs_up_ends_the_answer_at_the_node(cloud: LoopbackCloud, client: 
     while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert cloud.num_open == 0
+
+
+class WaitingTransport(AsyncSealedTransport):
+    """To a node that does not begin its answer.
+
+    Attributes:
+        state: what becomes of the request.
+    """
+
+    state = ""
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        self.state = "asked"
+        try:
+            await anyio.sleep(120)
+        except BaseException:
+            self.state = "given up"
+            raise
+        raise AssertionError("nobody gave up")
+
+
+def test_who_hangs_up_before_an_answer_begins_ends_the_request_too(cloud: LoopbackCloud) -> None:
+    session = cloud.session()
+    network, transport = LoopbackNetwork(), WaitingTransport(session)
+
+    def wait_for(state: str) -> None:
+        give_up_at = time.monotonic() + 30
+        while transport.state != state and time.monotonic() < give_up_at:
+            time.sleep(0.01)
+        assert transport.state == state
+
+    try:
+        url = httpx.URL(network.open("http://waiting.test", proxy_app(Proxy(session, transport, lambda line: None))))
+        connection = http.client.HTTPConnection("127.0.0.1", url.port, timeout=30)
+        connection.request("POST", "/v1/chat/completions", body=json.dumps({"model": MODEL, "messages": ASK}))
+        wait_for("asked")
+        connection.close()
+        wait_for("given up")
+    finally:
+        network.run(transport.aclose())
+        network.close()
 
 
 @pytest.mark.parametrize("headers", [{"origin": "https://evil.example"}, {"host": "evil.example"}])

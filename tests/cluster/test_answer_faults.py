@@ -15,11 +15,13 @@ import msgspec
 import numpy as np
 import pytest
 
+from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
-from cloister.cluster.virtual.scenario import OperatorAction, Scenario
+from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.cluster.virtual.tier_threads import VirtualTierThreads
+from cloister.engine import EngineClient
 from cloister.engine.adapters import AdapterCalls
 from cloister.engine.output_processor import OutputStream
 from cloister.engine.shadow import Shadow, ShadowState
@@ -276,6 +278,27 @@ def test_an_adapter_that_is_loaded_too_late_is_unloaded_again(monkeypatch: pytes
     assert (later.violations, later.num_requests) == ((), 1)
     monkeypatch.setattr(AdapterCalls, "_take_back", take_nothing_back)
     assert "engine 1 has the adapters ['a1'], and the front []" in fuzz.replay(scenario).violations
+
+
+async def forget_all(adapters: ReplicaAdapters, name: str, done: Sequence[EngineClient]) -> None:
+    """A planted bug: replicas that have it keep it."""
+
+
+@pytest.mark.parametrize("lacking", ["in the engine that loads it", "in the engines before", ""])
+def test_an_adapter_whose_load_is_cancelled_is_unloaded_everywhere(monkeypatch: pytest.MonkeyPatch, lacking: str) -> None:
+    job = Job(at_s=0.0, prompt="a", max_tokens=40)
+    if lacking == "in the engine that loads it":
+        monkeypatch.setattr(AdapterCalls, "_take_back", take_nothing_back)
+    elif lacking:
+        monkeypatch.setattr(ReplicaAdapters, "_take_back", forget_all)
+    violations = []
+    for thousandths in range(0, 60, 6):
+        load = OperatorAction(at_s=0.05, kind="load", adapter=1, cancelled_after_s=thousandths / 1000)
+        again = OperatorAction(at_s=20.0, kind="load", adapter=1)
+        for operations in ((load,), (load, again)):
+            scenario = Scenario(seed=1, num_replicas=3, jobs=(job,), operations=operations)
+            violations += fuzz.replay(scenario).violations
+    assert bool(violations) == bool(lacking)
 
 
 @pytest.mark.parametrize(

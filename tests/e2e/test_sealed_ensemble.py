@@ -207,7 +207,7 @@ def test_accepted_requests_survive_a_member_that_is_stopped(answers: list[str]) 
 
 @pytest.mark.slow
 def test_accepted_requests_survive_a_machine_that_freezes(answers: list[str]) -> None:
-    """Its kernel still answers, as after a SIGSTOP of all that runs there: its leader gives it up after 30 s of silence."""
+    """Its kernel still answers, as after a SIGSTOP: workers miss its heartbeats, and its leader gives it up after 30 s."""
     made = Unit()
     try:
 

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from cloister.cluster.virtual.engine import write_byte_tokenizer
+from tests.engine.kv_fixtures import patience as patience
+from tests.engine.kv_fixtures import tokenizer as tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.kv import lent_tier
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.tier_slots import TierLayout
@@ -22,11 +20,6 @@ from tests.engine.test_kv_tiers import NUM_HIT, PROMPT, Engine
 OWN = list(b"what the engine that lends its memory is asked, of about the same length as the other prompt, or longer")
 PART_BYTES = 300 * 2**10
 """About 53 slots; a prompt takes 11 or 12."""
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
 
 
 @pytest.fixture(scope="module")

@@ -10,13 +10,11 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import kv_pool_member, kv_tier_files
 from cloister.engine.kv_pool import PAGE_BYTES, KVPool, PoolSeat
 from cloister.engine.kv_pool_member import RECORD_BYTES, RING_WORDS
@@ -30,11 +28,6 @@ from tests.pool_member import FORM, Member, content_of, key_of
 
 SETTING = "shared:1M"
 ANN = Scope(ScopeKind.TENANT, b"ann")
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
 
 
 @pytest.fixture(autouse=True)

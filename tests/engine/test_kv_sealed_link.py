@@ -7,12 +7,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import kv_unit
 from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_sealed_link import SealedKVTransport, SealedSocket
@@ -25,6 +23,8 @@ from cloister.text import Tokenizer
 from cloister.types.errors import ConfigError
 from cloister.types.events import Ended, HoldKV, KVLoaded, KVSource, PrefetchKV, PrefillDone, Resumption, Scheduled, Submit
 from tests.engine.test_kv_transfer import NUM_HIT, PROMPT, Peer, answer, make_request, run_until
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 SECRET = b"s" * 32
 OTHER = [token % 50 + 200 for token in range(len(PROMPT))]
@@ -41,18 +41,6 @@ class UnitPeer(Peer):
         self.core.exchange_kv(make, of_requests_only=True)
         self.links = self.core._transfer.links  # type: ignore[union-attr]
         self.links.on_news(self.core.input_queue.wake)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
-        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
-        monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

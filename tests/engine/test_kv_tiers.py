@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile
@@ -120,11 +120,6 @@ class Engine:
 
     def overwrite(self, block: TierBlock, content: bytes, offset: int = 0) -> None:
         os.pwrite(self.file.fd, content, self.index.layout.place(block.group, block.slot) + offset)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
 
 
 @pytest.fixture(autouse=True)

@@ -8,13 +8,12 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine, write_byte_tokenizer
+from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
@@ -39,6 +38,8 @@ from cloister.types.events import (
     Submit,
 )
 from cloister.types.request import FinishReason, Request, SamplingParams, SequenceOutput
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 SECRET = b"s" * 32
 PROMPT = list(b"a prompt that is longer than some blocks of tokens, and so worth a transfer")
@@ -77,19 +78,6 @@ class Peer:
         assert not len(self.engine.scheduler.kv_exports)
         assert not self.links._pulls
         assert not self.links._peers
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A busy machine may take its time: only tests of deadlines have one."""
-    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
-        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
-        monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

@@ -28,24 +28,12 @@ from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.attestation.verify import verify_evidence
 from cloister.trust.sealing import NODE_KEY_LIFE_S, NODE_KEY_OVERLAP_S, KeyRing, Receiver, ReplayCache
 from cloister.trust.transparency.release import Release
+from tests.private import units
 
 START = 1_790_000_000.0
 HARDENING = {"front.seccomp": "applied: on"}
-FACTS = Facts(
-    release="0a" * 32,
-    model="0b" * 32,
-    profile="private",
-    profile_digest=measure_profile("private"),
-    configuration={"setting quant": '"none"'},
-    capacity=3,
-)
-POLICY = AttestationPolicy(
-    accept_software=True,
-    releases=frozenset({FACTS.release}),
-    models=frozenset({FACTS.model}),
-    profile_digests=frozenset({FACTS.profile_digest}),
-    configuration=FACTS.configuration,
-)
+FACTS = replace(units.FACTS, configuration={"setting quant": '"none"'}, capacity=3)
+POLICY = replace(units.POLICY, configuration=FACTS.configuration, hardening=frozenset())
 
 
 class Node:

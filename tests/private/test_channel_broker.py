@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 import threading
@@ -99,11 +100,13 @@ def test_a_captured_worker_gets_nothing_but_channels_to_engines(asked: bytes) ->
         assert (message, len(descriptors)) == (b"+", 1)
 
 
-@pytest.mark.parametrize("limit", ["MAX_ASKS", "MAX_CHANNELS"])
+@pytest.mark.parametrize(("limit", "last"), [("MAX_ASKS", b""), ("MAX_CHANNELS", b"-")])
 def test_a_captured_worker_gets_a_bounded_number_of_channels_and_one_that_reads_nothing_stops_nobody(
-    monkeypatch: pytest.MonkeyPatch, limit: str
+    monkeypatch: pytest.MonkeyPatch, limit: str, last: bytes
 ) -> None:
     monkeypatch.setattr(channel_broker, limit, 5)
+    monkeypatch.setattr(channel_broker, "ASKS_PER_S", 0.0)
+    monkeypatch.setattr(channel_broker, "CHANNELS_PER_S", 0.0)
     engines = Engines()
     engines.running.add(0)
     with served(engines) as admit:
@@ -113,15 +116,33 @@ def test_a_captured_worker_gets_a_bounded_number_of_channels_and_one_that_reads_
         other.settimeout(20)
         other.send(b"0")
         assert other.recv(1) == b"+"
-        while len(engines.ends) < 6:  # they are answered in turn
-            pass
-        assert len(engines.ends) == 6
         captured.settimeout(20)
         given = [socket.recv_fds(captured, 1, 1)[:2] for _ in range(6)]
         for _, descriptors in given:
             for descriptor in descriptors:
                 os.close(descriptor)
-        assert [message for message, _ in given] == [b"+"] * 5 + [b""]
+        assert [message for message, _ in given] == [b"+"] * 5 + [last]
+        assert [len(descriptors) for _, descriptors in given] == [1] * 5 + [0]
+
+
+@pytest.mark.parametrize("limit", ["ASKS", "CHANNELS"])
+def test_a_worker_in_a_long_outage_gets_channels_when_it_is_over(monkeypatch: pytest.MonkeyPatch, limit: str) -> None:
+    """It asks again and again, and each channel that it gets ends at once."""
+    monkeypatch.setattr(channel_broker, f"MAX_{limit}", 5)
+    monkeypatch.setattr(channel_broker, f"{limit}_PER_S", 50.0)
+    engines = Engines()
+    engines.running.add(0)
+
+    async def run(sock: socket.socket) -> None:
+        channels, num_got = ChannelSource(sock), 0
+        while num_got < 20:
+            with contextlib.suppress(EngineError):
+                (await channels.open(0)).close()
+                num_got += 1
+            await asyncio.sleep(0.03)
+
+    with served(engines) as admit:
+        asyncio.run(asyncio.wait_for(run(admit()), 20))
 
 
 def test_a_worker_whose_zygote_has_ended_is_told_so() -> None:

@@ -13,14 +13,25 @@ from functools import partial
 
 import pytest
 
-from cloister.engine import EngineClient, SealedWorkerTransport, Supervision, channel
+from cloister.engine import (
+    EngineClient,
+    SealedWorkerTransport,
+    Supervision,
+    carried_channel,
+    channel,
+    heartbeats,
+    sealed_channels,
+)
 from cloister.engine.channel import wait_readable
+from cloister.engine.core import EngineCore
 from cloister.engine.kv_unit import CarriedSocket
 from cloister.engine.locked_keys import LockedKeys
 from cloister.engine.sealed_channels import CONNECT
+from cloister.launch import build_engine
 from cloister.private.unit import carriers
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers, pump, watch_peer
 from cloister.private.unit.pairing import CARRY, Pair, UnitRefusedError
+from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ready, Submit
 from cloister.types.request import Request, SamplingParams
@@ -42,11 +53,13 @@ class Tap:
     Attributes:
         heard: what passed, by connection and direction (0: to the member).
         change: what becomes of bytes; None cuts the connection.
+        holds_ends: it does not pass on that a side has ended the first connection.
     """
 
     def __init__(self, port: int) -> None:
         self.heard: list[tuple[bytearray, bytearray]] = []
         self.change: Callable[[int, int, bytes], bytes | None] = lambda connection, direction, data: data
+        self.holds_ends = False
         self._port = port
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -78,6 +91,8 @@ class Tap:
                     return
                 writer.write(changed)
                 await writer.drain()
+            while self.holds_ends and not number:
+                await asyncio.sleep(0.01)
             writer.write_eof()
 
     def everything(self) -> bytes:
@@ -135,8 +150,8 @@ class Machines:
 
 
 @asynccontextmanager
-async def opened() -> AsyncIterator[Machines]:
-    engine = EngineProcess(supervision=Supervision())
+async def opened(entry: str = "cloister.launch:build_engine") -> AsyncIterator[Machines]:
+    engine = EngineProcess(entry, supervision=Supervision())
     member = MemberCarriers(LockedKeys())
     keep = engine.listeners.append
 
@@ -157,6 +172,7 @@ async def opened() -> AsyncIterator[Machines]:
     try:
         yield machines
     finally:
+        tap.holds_ends = False
         for worker in machines.workers:
             await worker.drain(0.0)
         machines.leader.close()
@@ -252,6 +268,109 @@ def test_connections_that_are_cut_before_they_bring_much_accuse_no_request() -> 
             )
             assert await machines.answer() == expected
             assert len(machines.tap.heard) == 6
+
+    asyncio.run(run())
+
+
+IMPATIENT = {"LOOK_S": 0.1, "PAUSE_S": 0.2, "LATE_S": 1.0, "SILENT_S": 2.0}
+"""Either end takes the other one for lost sooner."""
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(carriers, "LINGER_S", 0.1)
+    monkeypatch.setattr(carried_channel, "LOOK_S", IMPATIENT["LOOK_S"])
+    for name, value in IMPATIENT.items():
+        monkeypatch.setattr(heartbeats, name, value)
+
+
+def build_impatient(config: EngineConfig) -> EngineCore:
+    """The engine's process is impatient too."""
+    sealed_channels.LOOK_S = IMPATIENT["LOOK_S"]  # type: ignore[misc]
+    for name, value in IMPATIENT.items():
+        setattr(heartbeats, name, value)
+    return build_engine(config)
+
+
+IMPATIENT_ENTRY = f"{__name__}:{build_impatient.__name__}"
+HEAD_BYTES = len(CARRY) + carriers._HEAD.size + 32 + 32
+"""Header, MAC and public key: what comes before the request."""
+
+
+@pytest.mark.usefixtures("impatient")
+@pytest.mark.parametrize(
+    ("held", "after"),
+    [({0}, (0, HEAD_BYTES)), ({1}, (1, 4000)), ({0, 1}, (1, 4000))],
+    ids=["to the member", "to the leader", "both ways"],
+)
+def test_a_connection_that_somebody_holds_open_and_passes_nothing_on_ends_at_both_ends(
+    held: set[int], after: tuple[int, int]
+) -> None:
+    async def run() -> None:
+        async with opened(IMPATIENT_ENTRY) as machines:
+            expected, machines.tap.holds_ends = await expected_of(machines), True
+            machines.tap.change = lambda connection, way, data: (
+                b"" if not connection and way in held and len(machines.tap.heard[0][after[0]]) > after[1] else data
+            )
+            async with asyncio.timeout(40):
+                assert await machines.answer() == expected
+            assert len(machines.tap.heard) > 1
+            for carried in (machines.leader._pairs[PAIR_ID], machines.member._carried):
+                await wait_until(lambda carried=carried: carried._num_channels == 1)  # the second one
+            await wait_until(lambda: not machines.engine.engine.is_busy)
+
+    asyncio.run(run())
+
+
+@pytest.mark.usefixtures("impatient")
+def test_a_connection_over_which_somebody_lets_little_pass_ends() -> None:
+    async def run() -> None:
+        async with opened(IMPATIENT_ENTRY) as machines:
+            expected, waiting = await expected_of(machines), bytearray()
+
+            def drip(connection: int, way: int, data: bytes) -> bytes:
+                if connection or not way or len(machines.tap.heard[0][1]) < 4000:
+                    return data
+                waiting.extend(data)
+                passed = bytes(waiting[:100])
+                del waiting[:100]
+                return passed  # a token now and then
+
+            machines.tap.change, machines.tap.holds_ends = drip, True
+            async with asyncio.timeout(40):
+                assert await machines.answer() == expected
+            assert len(machines.tap.heard) > 1
+
+    asyncio.run(run())
+
+
+def test_a_connection_over_which_an_engine_has_nothing_to_say_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module, name in ((carried_channel, "LOOK_S"), (heartbeats, "LOOK_S"), (heartbeats, "PAUSE_S")):
+        monkeypatch.setattr(module, name, 0.01)
+
+    async def run() -> None:
+        async with opened() as machines:
+            assert await machines.answer() == await machines.answer()
+            num_before = [len(machines.tap.heard[0][way]) for way in (0, 1)]
+            await wait_until(lambda: len(machines.tap.heard[0][1]) - num_before[1] >= 50 * 20)
+            assert len(machines.tap.heard[0][0]) - num_before[0] >= 40 * 20
+            assert len(machines.tap.heard) == 2
+            assert all(worker.health().good for worker in machines.workers)
+
+    asyncio.run(run())
+
+
+def test_an_engine_ends_a_connection_over_which_nobody_agrees_on_keys() -> None:
+    async def run() -> None:
+        async with opened(IMPATIENT_ENTRY) as machines:
+            end = await machines.open_channel(1)
+            end.setblocking(False)
+            loop = asyncio.get_running_loop()
+            async with asyncio.timeout(30):
+                assert len(await loop.sock_recv(end, 1000)) >= 32
+                while await loop.sock_recv(end, 1000):
+                    pass
+            end.close()
 
     asyncio.run(run())
 

@@ -9,12 +9,10 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine.channel import wait_readable
 from cloister.engine.kv_unit import UNREACHED, KVUnit, relative_endpoint
 from cloister.engine.locked_keys import LockedKeys
@@ -28,6 +26,8 @@ from cloister.types.events import KVLoaded
 from tests.engine.test_kv_sealed_link import UnitPeer, go_on, prefill, words_of
 from tests.engine.test_kv_transfer import NUM_HIT, answer, run_until
 from tests.private.test_unit_carriers import Tap, wait_until
+
+pytestmark = pytest.mark.usefixtures("patience")
 
 ELSEWHERE = "sealed:1"
 """How the only engine of either machine finds that of the other one."""
@@ -123,18 +123,6 @@ class TwoMachines:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
         await asyncio.sleep(0)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(Path(tmp_path_factory.mktemp("tokenizer"))))
-
-
-@pytest.fixture(autouse=True)
-def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
-        monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 60.0)
-        monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 60.0)
 
 
 @pytest.fixture

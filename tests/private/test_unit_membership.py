@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import re
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -15,7 +16,7 @@ import msgspec
 import pytest
 
 from cloister.private.attesting import MemberAttester
-from cloister.private.unit.membership import MAX_UNPROVED, UnitLeader
+from cloister.private.unit.membership import MAX_UNPROVED, UnitLeader, UnitTimes
 from cloister.private.unit.pairing import LeaderHandshake, Pair, UnitRefusedError
 from cloister.private.unit.peer_verification import PeerVerifier
 from cloister.trust.attestation import (
@@ -846,11 +847,81 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
             on_lost=leader.unpaired,
             times=TIMES,
         )
-        with pytest.raises(UnitRefusedError, match=f"127.0.0.1:{port}: nothing listens there"):
+        with pytest.raises(UnitRefusedError, match=f"127.0.0.1:{port}: the connection is refused: nothing listens there"):
             await made.start(begin_s + 0.2)
         assert time.monotonic() - begin_s < 10
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("says", "then", "reason"),
+    [
+        (
+            b"",
+            "waits",
+            "takes the connection and says nothing for 2 s: it loads its model, or is {port} what its --unit",
+        ),
+        (b"", "ends", "takes the connection and ends it without an answer: is {port} what its --unit-port says"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "ends", "answers in another protocol: is {port} what its --unit-port says"),
+        (bytes.fromhex("15030100020232"), "ends", "answers in another protocol: is {port} what its --unit-port says"),
+    ],
+    ids=["silent", "closed", "http", "tls"],
+)
+def test_a_leader_says_what_it_found_at_a_wrong_port(clock: Clock, says: bytes, then: str, reason: str):
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(says)
+        if then == "waits":
+            await reader.read()
+        writer.close()
+
+    async def run() -> None:
+        async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            with pytest.raises(UnitRefusedError, match=re.escape(reason.format(port=port))):
+                await look_at(clock, port)
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (
+            None,
+            "cannot be reached (nothing answers within 0.5 s); correct its address in --unit-members, or let",
+        ),
+        (OSError(errno.EHOSTUNREACH, "No route to host"), "cannot be reached (No route to host); correct its address"),
+    ],
+)
+def test_a_leader_says_that_an_address_is_not_reached(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch, error: OSError | None, reason: str
+):
+    async def connect(host: str, port: int) -> None:
+        if error is not None:
+            raise error
+        await asyncio.sleep(60)
+
+    monkeypatch.setattr(asyncio, "open_connection", connect)
+    with pytest.raises(UnitRefusedError, match=re.escape(reason)):
+        asyncio.run(look_at(clock, 9100))
+
+
+async def look_at(clock: Clock, port: int) -> None:
+    """Starts a leader with short limits."""
+    machine = Machine(clock)
+    await machine.announcer.rehearse()
+    leader = UnitLeader(
+        machine.key,
+        [("127.0.0.1", port)],
+        machine.announcer.make_verifier(gpu=False),
+        1,
+        on_pair=machine.paired,
+        on_lost=machine.unpaired,
+        times=UnitTimes(connect_s=0.5, handshake_s=2.0),
+    )
+    await leader.start(time.monotonic())
 
 
 @pytest.mark.parametrize(("of_leader", "of_members"), [(1, 150_000), (32, 1)], ids=["bytes", "parts"])

@@ -89,12 +89,40 @@ class Proxy:
             extensions={"timeout": {"read": ANSWER_DEADLINE_S}},
         )
         try:
-            answer = await self._transport.handle_async_request(asked)
+            answer = await self._ask(asked, request.receive)
         finally:
             self._tell_once()
         response = StreamingResponse(_stream(answer), answer.status_code)
         response.raw_headers = [(name, value) for name, value in answer.headers.raw if name.lower() != b"content-length"]
         return response
+
+    async def _ask(self, asked: httpx.Request, receive: Receive) -> httpx.Response:
+        """Returns an answer as soon as it begins; if the client leaves before, nothing is computed for it any more.
+
+        Raises:
+            ClientDisconnect: it has left.
+            CloisterError, httpx.TransportError: as the transport.
+        """
+        answer: httpx.Response | None = None
+        failure: Exception | None = None
+        async with anyio.create_task_group() as group:
+
+            async def watch() -> None:
+                while (await receive())["type"] != "http.disconnect":
+                    pass
+                group.cancel_scope.cancel()
+
+            group.start_soon(watch)
+            try:
+                answer = await self._transport.handle_async_request(asked)
+            except Exception as error:  # the group would wrap it
+                failure = error
+            group.cancel_scope.cancel()
+        if failure is not None:
+            raise failure
+        if answer is None:
+            raise ClientDisconnect
+        return answer
 
     def _tell_once(self) -> None:
         believed = self._session.believed

@@ -30,6 +30,7 @@ class ReplicaAdapters:
         self.settle: Callable[[], Awaitable[None]] | None = None
         self._list_clients = list_clients
         self._changing: set[str] = set()
+        self._loading: set[asyncio.Task[AdapterInfo]] = set()
 
     @property
     def loaded(self) -> Mapping[str, AdapterInfo]:
@@ -41,18 +42,37 @@ class ReplicaAdapters:
         return self._list_clients()[0].adapters.as_setting(None)
 
     async def load(self, name: str, path: str) -> AdapterInfo:
-        """Loads an adapter into one replica after another; if one cannot load it, those before it unload it again."""
+        """Loads an adapter into one replica after another; if one cannot load it, or the call is cancelled, those before it
+        unload it again."""
+        loading = asyncio.create_task(self._load(name, path), name="loading of an adapter")
+        self._loading.add(loading)
+        loading.add_done_callback(self._end_load)
+        try:
+            return await asyncio.shield(loading)
+        except asyncio.CancelledError:
+            loading.cancel()  # it takes back what it has done, and until then no other call changes this name
+            raise
+
+    async def _load(self, name: str, path: str) -> AdapterInfo:
         done: list[EngineClient] = []
         async with self._calling(name):
             first, *others = self._list_clients()
-            for replica in (*others, first):
-                try:
+            try:
+                for replica in (*others, first):
                     adapter = await replica.adapters.load(name, path)
-                except CloisterError:
-                    await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
-                    raise
-                done.append(replica)
+                    done.append(replica)
+            except (CloisterError, asyncio.CancelledError):
+                await self._take_back(name, done)
+                raise
         return adapter
+
+    async def _take_back(self, name: str, done: Sequence[EngineClient]) -> None:
+        await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
+
+    def _end_load(self, task: asyncio.Task[AdapterInfo]) -> None:
+        self._loading.discard(task)
+        if not task.cancelled():
+            task.exception()  # who called may have gone
 
     async def unload(self, name: str) -> None:
         """Unloads an adapter from every replica."""

@@ -4,7 +4,8 @@ The front starts and watches them, and sees no request. The worker of a request 
 it, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
 
 Where a unit has several machines, an attacker in the network, or an operator of a member, can have any connection fail. So a
-request that has lost an engine elsewhere goes on in the leader's own machine only: that brings no further machine requests.
+request that has lost an engine elsewhere goes on in the leader's own machine only: that brings no further machine requests. One
+that has lost an engine of the leader's machine goes on there too, for as long as another one runs.
 """
 
 from __future__ import annotations
@@ -76,14 +77,21 @@ class WorkerUnit(ReplicaSet):
             replica.after_failure = self._stay_home
 
     def _stay_home(self) -> None:
-        """An engine elsewhere has failed: this worker draws none of another machine any more."""
-        self._states.given_up.update(range(self._num_own, len(self._replicas)))
+        """An engine elsewhere has failed: this worker uses none of another machine any more, and asks for no channel there."""
+        elsewhere = range(self._num_own, len(self._replicas))
+        self._states.given_up.update(elsewhere)
+        for index in elsewhere:
+            self._replicas[index].give_up()
 
     def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
-        placement = super()._find_next(lost, found)
-        if placement is None and lost >= self._num_own:  # it waits for an engine of this machine, for as long as it has time
-            return self._routing.find_place(found, among=[self._states.snapshot(index) for index in range(self._num_own)])
-        return placement
+        able = [replica for replica in self._states.able(found) if replica.can_decode or not found.has_output]
+        at_home = [replica for replica in able if replica.index < self._num_own]
+        if (placement := self._routing.find_place(found, among=at_home)) is not None:
+            return placement
+        if lost < self._num_own:
+            return super()._find_next(lost, found)
+        # it waits for an engine of this machine, for as long as it has time
+        return self._routing.find_place(found, among=[self._states.snapshot(index) for index in range(self._num_own)])
 
 
 def count_engines(front: ServerConfig) -> int:

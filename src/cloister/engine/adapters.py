@@ -220,7 +220,8 @@ class AdapterCalls:
 
         Raises:
             InvalidRequestError: the name or the adapter cannot be used, or no slot is free; the message says why.
-            DeadlineError: the engine did not answer in time; when it has loaded it, it unloads it again.
+            DeadlineError: the engine did not answer in time; when it has loaded it, it unloads it again, as if the call is
+                cancelled.
             EngineError: the engine ended.
         """
         check_adapter(name, path)
@@ -232,8 +233,8 @@ class AdapterCalls:
         self._loading.add(name)
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
-        except DeadlineError:
-            self._is_overdue = True
+        except (DeadlineError, asyncio.CancelledError) as error:
+            self._is_overdue |= isinstance(error, DeadlineError)
             if is_new:
                 self._take_back(name)
             raise
@@ -245,7 +246,8 @@ class AdapterCalls:
         return reply.adapter
 
     def _take_back(self, name: str) -> None:
-        """Has the engine unload what it loads too late: nobody knows of it, and its name could not be loaded again."""
+        """Has the engine unload what it loads too late, or for a cancelled call: nobody knows of it, and its name could not be
+        loaded again."""
         self._late.add(name)
         task = asyncio.create_task(self._unload_late(name), name="unloading of a late adapter")
         self._unloading.add(task)

@@ -17,6 +17,7 @@ from cloister.engine.channel import (
     frame,
     payload_size,
 )
+from cloister.engine.heartbeats import LOOK_S, Heartbeat
 from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_sealed_link import PUBLIC_BYTES, LinkRecords
 from cloister.engine.kv_unit import SECRET_BYTES
@@ -29,7 +30,8 @@ NOT_REACHED: Final = "the engine of another machine of the unit is not reached"
 
 
 class SealedMessageStream(MessageStream):
-    """As `MessageStream`, over records that the engine and this process alone can open.
+    """As `MessageStream`, over records that the engine and this process alone can open. It ends if the engine does not answer
+    heartbeats.
 
     Args:
         records: have agreed.
@@ -39,6 +41,9 @@ class SealedMessageStream(MessageStream):
         super().__init__(reader, writer)
         self._records = records
         self._sealed, self._opened = bytearray(), bytearray()
+        self._heartbeat = Heartbeat()
+        self._loop = asyncio.get_running_loop()
+        self._next_look = self._loop.call_later(LOOK_S, self._look)
 
     @classmethod
     async def shake_hands(cls, sock: socket.socket) -> SealedMessageStream:
@@ -68,7 +73,7 @@ class SealedMessageStream(MessageStream):
 
     def send(self, message: FrontMessage) -> None:
         if not self._writer.is_closing():
-            self._writer.write(self._records.seal_all(frame(message)))
+            self._write(self._records.seal_all(frame(message)))
 
     async def receive(self) -> EngineMessage | None:
         try:
@@ -78,15 +83,33 @@ class SealedMessageStream(MessageStream):
             return None
 
     def close(self) -> None:
+        self._next_look.cancel()
         super().close()
         self._records.close()
+
+    def _write(self, records: bytes) -> None:
+        self._heartbeat.note_passed(len(records))
+        self._writer.write(records)
+
+    def _look(self) -> None:
+        if self._writer.is_closing():
+            return
+        if self._heartbeat.look():
+            self._write(self._records.seal(b""))
+        if self._heartbeat.is_late:
+            self._writer.transport.abort()  # with what could not be sent; `receive` then returns None
+        else:
+            self._next_look = self._loop.call_later(LOOK_S, self._look)
 
     async def _read(self, num_bytes: int) -> bytes:
         """Returns the next bytes. Raises EOFError or OSError if the engine has ended, KVLinkError if it did not seal them."""
         while len(self._opened) < num_bytes:
             if (opened := self._records.open_next(self._sealed)) is not None:
                 self._opened += opened
+                if not opened:
+                    self._heartbeat.note_answer()
             elif data := await self._reader.read(READ_LIMIT_BYTES):
+                self._heartbeat.note_passed(len(data))
                 self._sealed += data
             else:
                 raise EOFError

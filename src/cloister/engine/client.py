@@ -140,6 +140,7 @@ class EngineClient(RequestClient):
         self._lifecycle: asyncio.Task[None] | None = None
         self._is_open = False
         self._is_draining = False
+        self._is_given_up = False
         self._fault: str | None = None
         self._trial: asyncio.TimerHandle | None = None
         if transport.ready is not None:
@@ -433,6 +434,10 @@ class EngineClient(RequestClient):
         self._num_routed += 1
         self._requests.take_over(request_id)
 
+    def give_up(self) -> None:
+        """Opens no further engine when this one has ended, or does not start: others go on with its requests."""
+        self._is_given_up = True
+
     def detach(self) -> None:
         """Tells nobody of anything any more: another client has its place."""
         self.rescue = self.diagnose = self.after_receive = self.after_failure = self.after_end = self.on_prefix_leased = None
@@ -709,7 +714,7 @@ class EngineClient(RequestClient):
             is_wanted: the last engine was idle, so this start is none that counts.
         """
         restarts = self._supervision.restarts
-        while not (self._is_open or self._is_draining) and restarts is not None:
+        while not (self._is_open or self._is_draining or self._is_given_up) and restarts is not None:
             delay_s = 0.0 if is_wanted else restarts.next_delay_s(self._clock.now())
             if delay_s is None:
                 _logger.critical("%s: %d restarts in %.0f s: %s", self.name, restarts.max_restarts, restarts.window_s, BROKEN)

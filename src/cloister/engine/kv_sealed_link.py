@@ -90,7 +90,7 @@ class LinkRecords:
         self.is_agreed = True
 
     def seal(self, content: memoryview | bytes) -> bytes:
-        """Returns a record; `content` has 1 to `RECORD_BYTES` bytes."""
+        """Returns a record; `content` has 1 to `RECORD_BYTES` bytes, or none in a heartbeat (`engine.heartbeats`)."""
         head = _LENGTH.pack(len(content) + _TAG_BYTES)
         sealed = self._cipher(self._own).encrypt(_NONCE.pack(0, self._num_sent), content, head)
         self._num_sent += 1
@@ -102,10 +102,10 @@ class LinkRecords:
         return b"".join(self.seal(view[start : start + RECORD_BYTES]) for start in range(0, len(view), RECORD_BYTES))
 
     @staticmethod
-    def read_head(head: bytes | bytearray) -> int:
+    def read_head(head: bytes | bytearray, *, may_be_empty: bool = False) -> int:
         """Returns how many bytes follow a record's first `RECORD_HEAD_BYTES`. Raises KVLinkError for a length of no record."""
         (size,) = _LENGTH.unpack(head)
-        if not _TAG_BYTES < size <= RECORD_BYTES + _TAG_BYTES:
+        if not _TAG_BYTES + (not may_be_empty) <= size <= RECORD_BYTES + _TAG_BYTES:
             raise KVLinkError(f"a record of {size} bytes is none that an engine seals")
         return int(size)
 
@@ -119,11 +119,12 @@ class LinkRecords:
         return opened
 
     def open_next(self, received: bytearray) -> bytes | None:
-        """Removes the next record from what came, and returns its content; None while it is not there yet. Raises as `open`."""
+        """Removes the next record from what came, and returns its content, which may be empty; None while it is not there yet.
+        Raises as `open`."""
         if len(received) < RECORD_HEAD_BYTES:
             return None
         head = bytes(received[:RECORD_HEAD_BYTES])
-        end = RECORD_HEAD_BYTES + self.read_head(head)
+        end = RECORD_HEAD_BYTES + self.read_head(head, may_be_empty=True)
         if len(received) < end:
             return None
         opened = self.open(head, bytes(received[RECORD_HEAD_BYTES:end]))

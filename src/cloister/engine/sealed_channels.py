@@ -5,7 +5,7 @@ only `Submit`, `Abort`, and what has the KV of its own requests pass from one en
 closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another one's
 request is closed: otherwise it could receive that one's outputs. If that one's channel has closed, it waits until the engine
 has ended the request: the worker comes back over another connection as soon as one is lost, perhaps during a long step. A
-channel that comes from another machine is sealed (`engine.carried_channel` is its other end).
+channel that comes from another machine is sealed (`engine.carried_channel` is its other end), and ends if nothing comes.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import math
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
@@ -24,6 +25,7 @@ import msgspec
 
 from cloister.engine import channel
 from cloister.engine.channel import InputQueue
+from cloister.engine.heartbeats import LOOK_S, Silence
 from cloister.engine.kv_frames import KVLinkError
 from cloister.engine.kv_unit import CARRIED, SECRET_BYTES
 from cloister.types.errors import ConfigError
@@ -73,6 +75,8 @@ class _Channel:
         self.received = bytearray()
         self.unsent = bytearray(b"" if records is None else records.public)
         self.lock = threading.Lock()
+        self.silence = Silence()
+        self.owes_answer = False  # to a heartbeat
         self.expected: set[str] = set()  # requests that come later: their KV is loaded before
         self.left: set[str] = set()  # requests that go on in another engine, which loads their KV from here
 
@@ -98,10 +102,18 @@ class _Channel:
             self.sealed = self.sealed[head_bytes:]
         while (opened := self.records.open_next(self.sealed)) is not None:
             self.received += opened
+            self.owes_answer |= not opened
+            self.silence.note_record()
 
     def queue(self, frame: bytes) -> None:
         """Adds to the output."""
         self.unsent += frame if self.records is None else self.records.seal_all(frame)
+
+    def queue_answer(self) -> None:
+        """Adds the answer to a heartbeat to the output."""
+        assert self.records is not None, "others send none"
+        self.owes_answer = False
+        self.unsent += self.records.seal(b"")
 
     def close(self) -> None:
         """Closes the channel; its keys are wiped."""
@@ -168,11 +180,13 @@ class SealedChannels:
         self._by_request: dict[str, _Channel] = {}
         self._later: dict[str, _Later] = {}  # of the thread that reads; each waits for the end of a request with its id
         self._stuck: set[_Channel] = set()
+        self._carried: set[_Channel] = set()
+        self._looked_s = 0.0
 
     def run(self) -> None:
         """Reads and writes until the listener is closed from outside; run it in its own thread."""
         while True:
-            for key, _ in self._selector.select():
+            for key, _ in self._selector.select(LOOK_S if self._carried else None):
                 if key.fileobj is self._sock:
                     if not self._admit():
                         return
@@ -183,6 +197,16 @@ class SealedChannels:
                     self._serve(key.data)
             for worker in list(self._stuck):
                 self._push(worker)
+            if self._carried and time.monotonic() - self._looked_s >= LOOK_S:
+                self._looked_s = time.monotonic()
+                self._end_silent()
+
+    def _end_silent(self) -> None:
+        """Drops workers of other machines of which nothing has come for long."""
+        for worker in list(self._carried):
+            worker.silence.look()
+            if worker.silence.is_long:
+                self._drop(worker)
 
     def deliver(self, message: Outputs) -> Outputs:
         """Sends each channel the outputs of its requests; returns the rest for the front, with all counts and no content.
@@ -210,11 +234,15 @@ class SealedChannels:
             self._send(worker, outputs)
         return rest
 
-    def _send(self, worker: _Channel, outputs: Outputs) -> None:
+    def _send(self, worker: _Channel, outputs: Outputs | None) -> None:
+        """Sends outputs, or the answer to a heartbeat."""
         with worker.lock:
             if worker.is_closed:
                 return  # it was dropped meanwhile
-            worker.queue(channel.frame(outputs))
+            if outputs is None:
+                worker.queue_answer()
+            else:
+                worker.queue(channel.frame(outputs))
             is_stuck = worker.push()
         if is_stuck:
             self._stuck.add(worker)
@@ -247,6 +275,8 @@ class SealedChannels:
                 sock.close()
                 continue
             self._selector.register(sock, selectors.EVENT_READ, worker)
+            if worker.records is not None:
+                self._carried.add(worker)
             worker.push()
         return True
 
@@ -268,6 +298,8 @@ class SealedChannels:
                 worker.receive(data)
                 for frame in worker.take():
                     self._read(worker, channel.decode_front(frame))
+                if worker.owes_answer:
+                    self._send(worker, None)
                 return
         except BlockingIOError:
             return
@@ -350,6 +382,7 @@ class SealedChannels:
     def _drop(self, worker: _Channel) -> None:
         self._selector.unregister(worker.sock)
         self._stuck.discard(worker)
+        self._carried.discard(worker)
         worker.close()
         self._later = {request_id: later for request_id, later in self._later.items() if later.worker is not worker}
         for request_id, owner in list(self._by_request.items()):  # copy it: the engine's thread removes entries

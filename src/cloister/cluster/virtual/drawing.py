@@ -36,6 +36,8 @@ DRAFTED_SHARE: Final = 0.35
 """Share of the scenarios whose engines draft."""
 ADAPTED_SHARE: Final = 0.25
 """Share of the scenarios with adapters."""
+CANCELLED_SHARE: Final = 0.4
+"""Share of the calls that load adapters which are cancelled."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
 MOST_JOBS: Final = 32
@@ -104,7 +106,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
             drawn = _move_in_bursts(drawn, draw)
     draw = random.Random(f"adapters {seed}")
     if draw.random() < ADAPTED_SHARE:
-        drawn = _adapt(drawn, draw)
+        drawn = _cancel_loads(_adapt(drawn, draw), random.Random(f"cancelled {seed}"))
     draw = random.Random(f"tiers {seed}")
     if draw.random() < TIERED_SHARE:
         drawn = _keep_in_tiers(drawn, draw)
@@ -112,6 +114,17 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     if draw.random() < SEARCHED_SHARE:
         drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
     return _keep_few(drawn, max(MOST_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
+
+
+def _cancel_loads(scenario: Scenario, draw: random.Random) -> Scenario:
+    """Returns a scenario with some of its calls that load adapters cancelled, before or after they have."""
+    operations = tuple(
+        msgspec.structs.replace(each, cancelled_after_s=round(draw.uniform(0.0, draw.choice((0.02, 0.2))), 4))
+        if each.kind == "load" and draw.random() < CANCELLED_SHARE
+        else each
+        for each in scenario.operations
+    )
+    return msgspec.structs.replace(scenario, operations=operations)
 
 
 def _keep_few(scenario: Scenario, most: int, draw: random.Random) -> Scenario:

@@ -96,6 +96,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             drops what is cached of it. `load`, `unload`: all replicas get an adapter, or give it up.
         weights: of these (`EngineShape.weights`); None: the same as before.
         adapter: its number.
+        cancelled_after_s: the call that loads it is cancelled then; None: never.
         trouble: what is wrong with new engines: that of `replica` does not start or cannot make a step, or none fits the front.
     """
 
@@ -107,6 +108,7 @@ class OperatorAction(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     role: Role = "mixed"
     weights: int | None = None
     adapter: int = 1
+    cancelled_after_s: float | None = None
     trouble: UpdateTrouble = "none"
 
 

@@ -427,11 +427,12 @@ class _Simulation:
             await operate(front, operation, self.answers)
 
     async def _change_adapter(self, front: ReplicaSet, operation: OperatorAction) -> None:
-        """Loads or unloads an adapter; one that cannot be is an error of the operator."""
+        """Loads or unloads an adapter; one that cannot be is an error of the operator, who may also go before it is loaded."""
         name = name_of(operation.adapter)
-        with contextlib.suppress(CloisterError):
+        with contextlib.suppress(CloisterError, TimeoutError):
             if operation.kind == "load":
-                await front.adapters.load(name, str(operation.adapter))
+                async with asyncio.timeout(operation.cancelled_after_s):
+                    await front.adapters.load(name, str(operation.adapter))
             else:
                 await front.adapters.unload(name)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, Final
@@ -28,7 +29,7 @@ KeepListener = Callable[[int, socket.socket], None]
 """Takes over the listener of an engine, by its number."""
 
 
-class UnitMachine:
+class UnitMachine(ABC):
     """A machine of a unit. `open_machine` makes one before the node's engines start.
 
     Attributes:
@@ -43,9 +44,11 @@ class UnitMachine:
         self._key, self._front = key, front
         self._work: asyncio.Task[None] | None = None
 
+    @abstractmethod
     def keep_listener(self, index: int, listener: socket.socket) -> None:
         """Hears of each listener of an engine of this machine; it stays the caller's."""
 
+    @abstractmethod
     async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         """Begins to keep the unit together; returns what the node's statements say of it.
 
@@ -56,8 +59,8 @@ class UnitMachine:
         Raises:
             UnitRefusedError: the evidence of a member is refused, or does not come.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def leave(self) -> None:
         """Called when the node is told to stop, before its engines are: what others have here goes on elsewhere."""
 
@@ -85,6 +88,9 @@ class LeaderMachine(UnitMachine):
         self._longest_request_s = longest_request_s
         self._carriers: LeaderCarriers | None = None
 
+    def keep_listener(self, index: int, listener: socket.socket) -> None:
+        """Only this node's own workers reach its engines over listeners."""
+
     async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
         members = parse_unit_members(self._front.unit_members)
@@ -100,6 +106,9 @@ class LeaderMachine(UnitMachine):
         await leader.start(asyncio.get_running_loop().time() + START_TIMEOUT_S)
         self._begin(leader.run())
         return leader
+
+    def leave(self) -> None:
+        """Members have nothing here."""
 
     def close(self) -> None:
         if self._carriers is not None:

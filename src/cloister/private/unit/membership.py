@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import socket
 import struct
@@ -54,11 +55,17 @@ MARGIN_BYTES: Final = 4096
 """What a node's next statement may be longer than those that it knows: the log's checkpoint has more witnesses, say."""
 LISTED_BYTES: Final = 128
 """What a statement and evidence have for each member besides its document: a digest, and a name."""
+NO_UNIT: Final = "protocol"
+"""The reason if what comes is no message of a unit."""
 _OF_MEMBERS: Final = frozenset(member_extra(number) for number in range(1, MAX_UNIT_MEMBERS + 1))
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
 
 _logger = logging.getLogger(__name__)
+
+
+class _NotReachedError(OSError):
+    """Nothing answers at an address."""
 
 
 @dataclass(frozen=True)
@@ -285,7 +292,7 @@ class UnitLeader:
                         await _end(writer)
                 return
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
-                why = _describe(error)
+                why = self._describe_first(member, error)
                 is_final = isinstance(error, UnitRefusedError) and error.reason != REFUSED
                 if is_final or asyncio.get_running_loop().time() + self._times.retry_s > deadline_s:
                     reason = error.reason if isinstance(error, UnitRefusedError) else "silent"
@@ -305,8 +312,7 @@ class UnitLeader:
 
     async def _stay(self, member: _Member) -> None:
         """One connection: pairs, and exchanges news until either side is lost or refused."""
-        async with asyncio.timeout(self._times.connect_s):
-            reader, writer = await self._connect(member)
+        reader, writer = await self._connect(member)
         try:
             async with asyncio.timeout(self._times.handshake_s):
                 handshake = LeaderHandshake(self.key)
@@ -367,7 +373,11 @@ class UnitLeader:
 
     async def _connect(self, member: _Member) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         host, port = member.address
-        reader, writer = await asyncio.open_connection(host, port)
+        try:
+            async with asyncio.timeout(self._times.connect_s):
+                reader, writer = await asyncio.open_connection(host, port)
+        except TimeoutError:
+            raise _NotReachedError(errno.ETIMEDOUT, f"nothing answers within {self._times.connect_s:g} s") from None
         writer.write(JOIN)
         return reader, writer
 
@@ -398,6 +408,24 @@ class UnitLeader:
             # it has moved to this address; the one that was here is listed on, as one that is lost is, and may be there now
             other.document, other.statement = member.document, member.statement
         member.document, member.statement = document, statement
+
+    def _describe_first(self, member: _Member, error: BaseException) -> str:
+        """Returns why a member that has never been reached is not: its address may be wrong."""
+        _, port = member.address
+        check = f"is {port} what its --unit-port says? Another program may listen there"
+        if isinstance(error, ConnectionRefusedError):
+            return f"the connection is refused: nothing listens there; start it with --unit-port {port}, or correct the address"
+        if isinstance(error, TimeoutError) and not isinstance(error, _NotReachedError):
+            limit_s = self._times.handshake_s
+            return f"it takes the connection and says nothing for {limit_s:g} s: it loads its model, or {check}"
+        if isinstance(error, EOFError | ConnectionResetError):
+            return f"it takes the connection and ends it without an answer: {check}"
+        if isinstance(error, OSError):
+            why = error.strerror or type(error).__name__
+            return f"it cannot be reached ({why}); correct its address in --unit-members, or let this node connect to that port"
+        if isinstance(error, UnitRefusedError) and error.reason == NO_UNIT:
+            return f"it answers in another protocol: {check}"
+        return _describe(error)
 
     def _say(self, member: _Member, why: str) -> None:
         """Logs why a member is not used, once for each reason."""
@@ -638,7 +666,7 @@ def _frame(content: bytes) -> bytes:
 async def _read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
     (size,) = _LENGTH.unpack(await reader.readexactly(_LENGTH.size))
     if size > most_bytes:
-        raise UnitRefusedError("handshake", f"a message of {size} bytes is none of a unit's")
+        raise UnitRefusedError(NO_UNIT, f"a message of {size} bytes is none of a unit's")
     return await reader.readexactly(size)
 
 

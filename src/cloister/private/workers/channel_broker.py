@@ -9,8 +9,9 @@ from __future__ import annotations
 import asyncio
 import selectors
 import socket
-from collections import Counter
+import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.engine.channel import wait_readable
@@ -18,13 +19,41 @@ from cloister.engine.kv_unit import CARRIED, CarriedSocket
 from cloister.types.errors import EngineError
 
 MAX_ASKS, MAX_CHANNELS = 2048, 64
-"""What one worker may ask for, and what it gets; then its socket is closed, and it has the channels that it has. It asks again
-and again while an engine does not run, and needs another channel for each one that is started again."""
+"""How often one worker may ask at once, else its socket is closed; and how many channels it gets at once, then none for now. It
+asks again and again while an engine does not run, and needs another channel for each one that is started again."""
+ASKS_PER_S, CHANNELS_PER_S = 20.0, 0.2
+"""What it may have besides, as time goes by: a worker that waits for its twelve engines asks twelve times a second at most."""
 ANSWER_TIMEOUT_S: Final = 10.0
 _NOT_RUNNING: Final = b"-"
 _NUMBER_BYTES: Final = 4
 NOT_RUNNING: Final = "the engine does not run at present"
 GONE: Final = "this worker gets no channels any more"
+
+
+class _Allowance:
+    """A number of something that is used up, and grows again up to that number."""
+
+    def __init__(self, most: int, per_s: float) -> None:
+        self._most, self._per_s = most, per_s
+        self._left, self._seen_s = float(most), time.monotonic()
+
+    def take(self) -> bool:
+        """Takes one; returns False if there is none."""
+        now_s = time.monotonic()
+        self._left = min(self._most, self._left + (now_s - self._seen_s) * self._per_s)
+        self._seen_s = now_s
+        if self._left < 1.0:
+            return False
+        self._left -= 1.0
+        return True
+
+
+@dataclass(frozen=True, slots=True)
+class _Allowances:
+    """What one worker may have yet."""
+
+    asks: _Allowance = field(default_factory=lambda: _Allowance(MAX_ASKS, ASKS_PER_S))
+    channels: _Allowance = field(default_factory=lambda: _Allowance(MAX_CHANNELS, CHANNELS_PER_S))
 
 
 class ChannelBroker:
@@ -41,15 +70,14 @@ class ChannelBroker:
         self._control = control
         self._selector = selectors.PollSelector()  # no object of the kernel, which forks would share
         self._selector.register(control, selectors.EVENT_READ)
-        self._num_asks: dict[socket.socket, int] = {}
-        self._num_given: Counter[socket.socket] = Counter()
+        self._workers: dict[socket.socket, _Allowances] = {}
 
     def admit(self) -> socket.socket:
         """Returns the end of another worker."""
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near.setblocking(False)
         self._selector.register(near, selectors.EVENT_READ)
-        self._num_asks[near] = 0
+        self._workers[near] = _Allowances()
         return far
 
     def serve(self) -> None:
@@ -64,33 +92,35 @@ class ChannelBroker:
 
     def close(self) -> None:
         """Closes all ends that are here, in a fork that is not to have them."""
-        for sock in self._num_asks:
+        for sock in self._workers:
             sock.close()
-        self._num_asks.clear()
+        self._workers.clear()
 
     def _answer(self, sock: socket.socket) -> None:
-        self._num_asks[sock] += 1
+        allowed = self._workers[sock]
         try:
             asked = sock.recv(_NUMBER_BYTES)
-            if asked.isdigit() and self._num_asks[sock] <= MAX_ASKS and self._num_given[sock] < MAX_CHANNELS:
-                self._reply(sock, int(asked))
+            if asked.isdigit() and allowed.asks.take():
+                self._reply(sock, int(asked), allowed.channels)
                 return
         except BlockingIOError:
             return
         except OSError:
             pass
         self._selector.unregister(sock)  # it has ended, or sends what no worker sends
-        del self._num_asks[sock], self._num_given[sock]
+        del self._workers[sock]
         sock.close()
 
-    def _reply(self, sock: socket.socket, index: int) -> None:
+    def _reply(self, sock: socket.socket, index: int, channels: _Allowance) -> None:
         try:
             opened, how = self._open_channel(index)
         except (OSError, KeyError):
             sock.send(_NOT_RUNNING)
             return
-        self._num_given[sock] += 1
         with opened:
+            if not channels.take():
+                sock.send(_NOT_RUNNING)  # it is closed again; the worker comes back
+                return
             socket.send_fds(sock, [how], [opened.fileno()])
 
 
