@@ -309,10 +309,10 @@ def engine_cpu_s(cluster: ReplicaSet) -> float:
 
 def engine_cpus_s(cluster: ReplicaSet) -> list[float]:
     """Returns the processor time that each engine has had; 0 for those that are no process of this machine."""
-    return [0.0 if snapshot.pid is None else _cpu_s(snapshot.pid) for snapshot in cluster.snapshots()]
+    return [0.0 if snapshot.pid is None else read_cpu_s(snapshot.pid) for snapshot in cluster.snapshots()]
 
 
-def _cpu_s(pid: int) -> float:
+def read_cpu_s(pid: int) -> float:
     """Returns the processor time of a process, that of threads that have ended included (Linux)."""
     return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) composes the clock
 
