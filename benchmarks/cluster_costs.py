@@ -30,6 +30,7 @@ from cloister.bench.report import fit_costs, fit_relative_costs
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape, interpolate
+from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.placement import StepProfile
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.cluster.virtual.processors import FrontCosts
@@ -128,7 +129,8 @@ class Costs:
         company: processor time of steps while both engines and the front compute, over that of one engine's.
         delay_s: of a message between front and engine, without the processor time that it takes.
         late_s: by how much a timer of the client runs out late.
-        load_s, export_s: time of an engine for a block of KV that comes from the other one, or goes there.
+        load_s: time of a step for a block of KV that comes from the other engine.
+        links: what links between engines take beside steps.
         entry_bytes: size of the KV of a block.
         num_blocks: of each replica.
         front: processor time of the front and its clients, which are one process here.
@@ -139,7 +141,7 @@ class Costs:
     delay_s: float
     late_s: float
     load_s: float
-    export_s: float
+    links: LinkCosts
     entry_bytes: float
     num_blocks: int
     front: FrontCosts
@@ -152,7 +154,7 @@ class Costs:
         """
         engine = EngineShape(
             num_blocks=self.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_waiting=1024, max_model_len=2 * MAX_LEN,
-            max_batched_tokens=1024, stall_floor_s=0.045, step_s=0.0, token_s=0.0, load_s=self.load_s, export_s=self.export_s,
+            max_batched_tokens=1024, stall_floor_s=0.045, step_s=0.0, token_s=0.0, load_s=self.load_s, links=self.links,
             **asdict(self.steps),
         )  # fmt: skip
         return ClusterShape(
@@ -347,13 +349,21 @@ async def measure_lateness() -> float:
 
 
 async def run_prompts(cluster: ReplicaSet, num_output: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Runs prompts of `PROMPT_LENGTHS`, one after another; returns the processor time [prompt, engine]."""
+    """Runs prompts of `PROMPT_LENGTHS`, one after another; returns the processor time [prompt, engine, thread]: of the one that
+    makes the steps, and of all others."""
+    pids = [snapshot.pid for snapshot in cluster.snapshots() if snapshot.pid is not None]
     spent_s = []
     for number, (key, length) in enumerate(product(KEYS, PROMPT_LENGTHS)):
-        before_s = engine_cpus_s(cluster)
+        before_s = np.array([_read_threads_s(pid) for pid in pids])
         await drive_client(cluster, make_requests([make_item((key, length), length, num_output)], f"alone {number}"))
-        spent_s.append([now_s - was_s for now_s, was_s in zip(engine_cpus_s(cluster), before_s, strict=True)])
+        spent_s.append(np.array([_read_threads_s(pid) for pid in pids]) - before_s)
     return np.array(spent_s)
+
+
+def _read_threads_s(pid: int) -> tuple[float, float]:
+    """Returns the processor time of a process's first thread, and of all others, those that have ended included (Linux)."""
+    first_s = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    return first_s, read_cpu_s(pid) - first_s
 
 
 async def run_tails(cluster: ReplicaSet) -> None:
@@ -393,9 +403,10 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
         moved_s = await run_prompts(cluster, 2)
     blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, PROMPT_LENGTHS)], dtype=np.float64)
     moves = blocks[:, 1] > 0
-    # what does not depend on the number of blocks is left out: the engine's waking is in it, and a busy one does not sleep
-    _, export_s = fit_costs(blocks[moves], (moved_s[:, 0] - prompts_s[:, 0])[moves])
-    _, load_s = fit_costs(blocks[moves], moved_s[moves, 1])
+    serve_s, export_s = fit_costs(blocks[moves], (moved_s[:, 0, 1] - prompts_s[:, 0, 1])[moves])
+    pull_s, receive_s = fit_costs(blocks[moves], moved_s[moves, 1, 1])
+    # what does not depend on the number of blocks is the step, and waking; a busy engine does not sleep
+    _, load_s = fit_costs(blocks[moves], moved_s[moves, 1, 0])
     counts, spent_s = np.array([row for row, _ in both.front], dtype=np.float64), np.array([spent for _, spent in both.front])
     front = FrontCosts(*fit_relative_costs(counts, spent_s))
     return Costs(
@@ -404,7 +415,7 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
         delay_s=max(0.0, delay_s - front.message_s - front.token_s),
         late_s=late_s,
         load_s=load_s,
-        export_s=export_s,
+        links=LinkCosts(serve_s, export_s, pull_s, receive_s),
         entry_bytes=max(load.num_bytes / (load.num_tokens / BLOCK_SIZE) for load in moving.loads),
         num_blocks=num_blocks,
         front=front,
@@ -422,7 +433,7 @@ def main() -> int:
     profile = StepProfile(
         num_threads=options.num_threads, num_blocks=costs.num_blocks, block_size=BLOCK_SIZE, max_model_len=2 * MAX_LEN,
         max_num_seqs=64, step_s=0.0, token_s=0.0, delay_s=costs.delay_s, entry_s=0.0, entry_bytes=costs.entry_bytes,
-        load_s=costs.load_s, export_s=costs.export_s, **asdict(costs.steps),
+        load_s=costs.load_s, **asdict(costs.links), **asdict(costs.steps),
     )  # fmt: skip
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     return 0

@@ -4,11 +4,12 @@
 
 Starts a leader and a member on this machine's loopback, each a hardened node with one engine of one thread, which verify each
 other and pair; needs what the measures of a node need (docs/hardening.md). One client seals one request after the other to the
-leader, whose worker draws an engine: the same prompt with an answer of 1 token, then with one of `--num-output`. Which engine it
+leader, whose worker draws an engine: the same prompt with an answer of 1 token, then with one of `--num-output`. Which one it
 was shows in the processor time of both. Answers of 1 token give the time to the first token; those of many, less the median of
 1 token in the same place, the time of each further token. Answers are whole, not streamed: frames of a stream leave on ticks of
-5 ms, in which the difference would drown. Everything shares this machine's cores, and the network between two machines is not
-in it.
+5 ms, one a tick, in which the difference would drown. A whole answer leaves on a tick too; requests are sent at random times,
+so this adds the same to both places. Everything shares this machine's cores, and the network between two machines is not in
+it.
 """
 
 from __future__ import annotations
@@ -50,6 +51,8 @@ PAIR_TIMEOUT_S: Final = 120.0
 REQUEST_TIMEOUT_S: Final = 60.0
 SENTENCE: Final = "Once upon a time there was a small house beside a large river, and "
 NUM_WARM_UP: Final = 8
+TICK_S: Final = 0.005
+"""Answers leave a node on ticks of the clock (docs/traffic.md)."""
 
 
 @dataclass
@@ -124,7 +127,7 @@ def main() -> int:
     options = parser.parse_args()
     bench = Bench(
         "sealed_machines", "A sealed unit: an engine in another machine beside one in its leader's",
-        "an engine elsewhere adds a fraction of a millisecond to each token, for the fronts that carry it, and little to the first",
+        "an engine elsewhere adds a fraction of a millisecond to each token, for the fronts that carry it, and little before",
     )  # fmt: skip
     draw = random.Random(options.seed)
     load = os.getloadavg()[0]
@@ -137,6 +140,7 @@ def main() -> int:
         while time.monotonic() < until_s or not all(each.short and each.long for each in times.values()):
             prompt = f"Story {draw.randrange(10**6):06}. {SENTENCE * options.num_sentences}"
             for num_output in (1, options.num_output):
+                time.sleep(draw.uniform(0.0, 2 * TICK_S))  # else the last answer's tick would decide this one's
                 place, took_s = unit.ask(prompt, num_output)
                 (times[place].short if num_output == 1 else times[place].long).append(took_s)
     finally:
