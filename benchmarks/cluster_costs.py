@@ -50,9 +50,12 @@ BATCH: Final = 2
 PROMPT_LENGTHS: Final = (2, 3, 5, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 KEYS: Final = (1, 2, 4)
 """Of prompts of one length."""
+MOVED_LENGTHS: Final = (32, 64, 128, 256, 512, 1024)
+NUM_MOVED: Final = 8
+"""Prompts of one length at once: links work beside others there, as they do under load."""
 TAIL_LENGTHS: Final = (16, 32, 64, 128, 256, 512)
-STREAM_LENGTHS: Final = (16, 256)
-NUMS_OF_STREAMS: Final = (1, 2, 4, 8, 16)
+STREAMS: Final = (*product((1, 2, 4, 8, 16), (16, 256)), (1, 1024), (2, 1024), (4, 1024))
+"""Answers at once, and the length of the prompts before them: long ones too, else what keys take would be a guess there."""
 POINTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Tokens of a step between which its time is on a line."""
 SPREAD_S: Final = 0.5
@@ -283,9 +286,9 @@ class Calibration:
         self.front.append(((len(items), self._watch.num_steps - num_steps, num_tokens), spent_s))
 
     async def run_streams(self, num_replicas: int) -> float:
-        """Runs answers at once, as many on each replica, behind prompts of two lengths; returns what the engines computed."""
+        """Runs answers at once, as many on each replica, behind short and long prompts; returns what the engines computed."""
         before_s = engine_cpu_s(self._cluster)
-        for num, length in product(NUMS_OF_STREAMS, STREAM_LENGTHS):
+        for num, length in STREAMS:
             key = (num_replicas, num, length)
             await self.run([make_item((*key, n), length, NUM_OUTPUT) for n in range(num * num_replicas)])
         return engine_cpu_s(self._cluster) - before_s
@@ -348,15 +351,22 @@ async def measure_lateness() -> float:
     return statistics.mean(late_s)
 
 
-async def run_prompts(cluster: ReplicaSet, num_output: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Runs prompts of `PROMPT_LENGTHS`, one after another; returns the processor time [prompt, engine, thread]: of the one that
-    makes the steps, and of all others."""
+async def run_prompts(cluster: ReplicaSet) -> None:
+    """Runs prompts of `PROMPT_LENGTHS`, one after another."""
+    for number, (key, length) in enumerate(product(KEYS, PROMPT_LENGTHS)):
+        await drive_client(cluster, make_requests([make_item((key, length), length, 1)], f"alone {number}"))
+
+
+async def run_moved(cluster: ReplicaSet, num_output: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Runs prompts of `MOVED_LENGTHS`, some of each at once; returns the processor time of each of them [load, engine, thread]:
+    of the thread that makes the steps, and of all others."""
     pids = [snapshot.pid for snapshot in cluster.snapshots() if snapshot.pid is not None]
     spent_s = []
-    for number, (key, length) in enumerate(product(KEYS, PROMPT_LENGTHS)):
+    for number, (key, length) in enumerate(product(KEYS, MOVED_LENGTHS)):
+        items = [make_item((9, key, length, n), length, num_output) for n in range(NUM_MOVED)]
         before_s = np.array([_read_threads_s(pid) for pid in pids])
-        await drive_client(cluster, make_requests([make_item((key, length), length, num_output)], f"alone {number}"))
-        spent_s.append(np.array([_read_threads_s(pid) for pid in pids]) - before_s)
+        await drive_client(cluster, make_requests(items, f"moved {number}"))
+        spent_s.append((np.array([_read_threads_s(pid) for pid in pids]) - before_s) / NUM_MOVED)
     return np.array(spent_s)
 
 
@@ -386,9 +396,10 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
         late_s = await measure_lateness()
         await cluster.drain_replica(1)
         alone = Stopwatches(cluster)
-        prompts_s = await run_prompts(cluster, 1)
+        await run_prompts(cluster)
         await run_tails(cluster)
         delay_s = statistics.median(alone.delays_s)
+        stay_s = await run_moved(cluster, 1)
         streams_s = await Calibration(cluster).run_streams(1)
         await Calibration(cluster).run_spread(StepTimes.fit(alone.steps), gap=1.4)
         steps = StepTimes.fit(alone.steps)
@@ -400,13 +411,11 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
     async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode", num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(40, 4, 8), "warm-up"))
         moving = Stopwatches(cluster)
-        moved_s = await run_prompts(cluster, 2)
-    blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, PROMPT_LENGTHS)], dtype=np.float64)
-    moves = blocks[:, 1] > 0
-    serve_s, export_s = fit_costs(blocks[moves], (moved_s[:, 0, 1] - prompts_s[:, 0, 1])[moves])
-    pull_s, receive_s = fit_costs(blocks[moves], moved_s[moves, 1, 1])
-    # what does not depend on the number of blocks is the step, and waking; a busy engine does not sleep
-    _, load_s = fit_costs(blocks[moves], moved_s[moves, 1, 0])
+        moved_s = await run_moved(cluster, 2)
+    blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, MOVED_LENGTHS)], dtype=np.float64)
+    serve_s, export_s = fit_costs(blocks, moved_s[:, 0, 1] - stay_s[:, 0, 1])
+    pull_s, receive_s = fit_costs(blocks, moved_s[:, 1, 1])
+    _, load_s = fit_costs(blocks, moved_s[:, 1, 0])  # the rest is the step behind it
     counts, spent_s = np.array([row for row, _ in both.front], dtype=np.float64), np.array([spent for _, spent in both.front])
     front = FrontCosts(*fit_relative_costs(counts, spent_s))
     return Costs(
