@@ -389,7 +389,8 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
 
     One of two replicas does what step times are fitted to, so that the front has another core: sharing is not part of them.
     What the front takes, and how much longer steps take in its company and that of the other engine, is measured with both.
-    What KV costs that moves is how much more processor time the same prompts take if another replica goes on with them.
+    What links take is how much more processor time threads beside the steps have if another replica goes on with the same
+    prompts.
     """
     async with local_cluster(options, model, "round_robin", MIXED, num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(0, 4, 8), "warm-up"))
