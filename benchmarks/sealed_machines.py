@@ -155,7 +155,15 @@ def main() -> int:
     rows.append(("added", "", *added[:2], "", *added[2:]))
     bench.print_rows(
         f"Engine in the leader's machine and in another one (load {load:.1f} before)",
-        ("engine", "answers of 1 token", "TTFT P50, ms", "P99", f"of {options.num_output}", "ms a further token, P50", "P99"),
+        (
+            "engine",
+            "answers of 1 token",
+            "TTFT P50, ms",
+            "TTFT P99",
+            f"of {options.num_output}",
+            "a token P50, ms",
+            "a token P99",
+        ),
         rows,
     )
     bench.check("added to each token, P50, ms", added[2], high=1.0)
