@@ -30,6 +30,7 @@ from cloister.bench.report import fit_costs, fit_relative_costs
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster import ReplicaSet
 from cloister.cluster.virtual.engine import EngineShape, interpolate
+from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.placement import StepProfile
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.cluster.virtual.processors import FrontCosts
@@ -49,9 +50,12 @@ BATCH: Final = 2
 PROMPT_LENGTHS: Final = (2, 3, 5, 8, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128, 192, 256, 384, 512, 768, 1024)
 KEYS: Final = (1, 2, 4)
 """Of prompts of one length."""
+MOVED_LENGTHS: Final = (32, 64, 128, 256, 512, 1024)
+NUM_MOVED: Final = 8
+"""Prompts of one length at once: links work beside others there, as they do under load."""
 TAIL_LENGTHS: Final = (16, 32, 64, 128, 256, 512)
-STREAM_LENGTHS: Final = (16, 256)
-NUMS_OF_STREAMS: Final = (1, 2, 4, 8, 16)
+STREAMS: Final = (*product((1, 2, 4, 8, 16), (16, 256)), (1, 1024), (2, 1024), (4, 1024))
+"""Answers at once, and the length of the prompts before them: long ones too, else what keys take would be a guess there."""
 POINTS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 """Tokens of a step between which its time is on a line."""
 SPREAD_S: Final = 0.5
@@ -128,7 +132,8 @@ class Costs:
         company: processor time of steps while both engines and the front compute, over that of one engine's.
         delay_s: of a message between front and engine, without the processor time that it takes.
         late_s: by how much a timer of the client runs out late.
-        load_s, export_s: time of an engine for a block of KV that comes from the other one, or goes there.
+        load_s: time of a step for a block of KV that comes from the other engine.
+        links: what links between engines take beside steps.
         entry_bytes: size of the KV of a block.
         num_blocks: of each replica.
         front: processor time of the front and its clients, which are one process here.
@@ -139,7 +144,7 @@ class Costs:
     delay_s: float
     late_s: float
     load_s: float
-    export_s: float
+    links: LinkCosts
     entry_bytes: float
     num_blocks: int
     front: FrontCosts
@@ -152,7 +157,7 @@ class Costs:
         """
         engine = EngineShape(
             num_blocks=self.num_blocks, block_size=BLOCK_SIZE, max_num_seqs=64, max_waiting=1024, max_model_len=2 * MAX_LEN,
-            max_batched_tokens=1024, stall_floor_s=0.045, step_s=0.0, token_s=0.0, load_s=self.load_s, export_s=self.export_s,
+            max_batched_tokens=1024, stall_floor_s=0.045, step_s=0.0, token_s=0.0, load_s=self.load_s, links=self.links,
             **asdict(self.steps),
         )  # fmt: skip
         return ClusterShape(
@@ -281,9 +286,9 @@ class Calibration:
         self.front.append(((len(items), self._watch.num_steps - num_steps, num_tokens), spent_s))
 
     async def run_streams(self, num_replicas: int) -> float:
-        """Runs answers at once, as many on each replica, behind prompts of two lengths; returns what the engines computed."""
+        """Runs answers at once, as many on each replica, behind short and long prompts; returns what the engines computed."""
         before_s = engine_cpu_s(self._cluster)
-        for num, length in product(NUMS_OF_STREAMS, STREAM_LENGTHS):
+        for num, length in STREAMS:
             key = (num_replicas, num, length)
             await self.run([make_item((*key, n), length, NUM_OUTPUT) for n in range(num * num_replicas)])
         return engine_cpu_s(self._cluster) - before_s
@@ -309,10 +314,10 @@ def engine_cpu_s(cluster: ReplicaSet) -> float:
 
 def engine_cpus_s(cluster: ReplicaSet) -> list[float]:
     """Returns the processor time that each engine has had; 0 for those that are no process of this machine."""
-    return [0.0 if snapshot.pid is None else _cpu_s(snapshot.pid) for snapshot in cluster.snapshots()]
+    return [0.0 if snapshot.pid is None else read_cpu_s(snapshot.pid) for snapshot in cluster.snapshots()]
 
 
-def _cpu_s(pid: int) -> float:
+def read_cpu_s(pid: int) -> float:
     """Returns the processor time of a process, that of threads that have ended included (Linux)."""
     return time.clock_gettime(~pid << 3 | 2)  # as clock_getcpuclockid(3) composes the clock
 
@@ -346,14 +351,29 @@ async def measure_lateness() -> float:
     return statistics.mean(late_s)
 
 
-async def run_prompts(cluster: ReplicaSet, num_output: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-    """Runs prompts of `PROMPT_LENGTHS`, one after another; returns the processor time [prompt, engine]."""
-    spent_s = []
+async def run_prompts(cluster: ReplicaSet) -> None:
+    """Runs prompts of `PROMPT_LENGTHS`, one after another."""
     for number, (key, length) in enumerate(product(KEYS, PROMPT_LENGTHS)):
-        before_s = engine_cpus_s(cluster)
-        await drive_client(cluster, make_requests([make_item((key, length), length, num_output)], f"alone {number}"))
-        spent_s.append([now_s - was_s for now_s, was_s in zip(engine_cpus_s(cluster), before_s, strict=True)])
+        await drive_client(cluster, make_requests([make_item((key, length), length, 1)], f"alone {number}"))
+
+
+async def run_moved(cluster: ReplicaSet, num_output: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Runs prompts of `MOVED_LENGTHS`, some of each at once; returns the processor time of each of them [load, engine, thread]:
+    of the thread that makes the steps, and of all others."""
+    pids = [snapshot.pid for snapshot in cluster.snapshots() if snapshot.pid is not None]
+    spent_s = []
+    for number, (key, length) in enumerate(product(KEYS, MOVED_LENGTHS)):
+        items = [make_item((9, key, length, n), length, num_output) for n in range(NUM_MOVED)]
+        before_s = np.array([_read_threads_s(pid) for pid in pids])
+        await drive_client(cluster, make_requests(items, f"moved {number}"))
+        spent_s.append((np.array([_read_threads_s(pid) for pid in pids]) - before_s) / NUM_MOVED)
     return np.array(spent_s)
+
+
+def _read_threads_s(pid: int) -> tuple[float, float]:
+    """Returns the processor time of a process's first thread, and of all others, those that have ended included (Linux)."""
+    first_s = int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[0]) / 1e9
+    return first_s, read_cpu_s(pid) - first_s
 
 
 async def run_tails(cluster: ReplicaSet) -> None:
@@ -369,16 +389,18 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
 
     One of two replicas does what step times are fitted to, so that the front has another core: sharing is not part of them.
     What the front takes, and how much longer steps take in its company and that of the other engine, is measured with both.
-    What KV costs that moves is how much more processor time the same prompts take if another replica goes on with them.
+    What links take is how much more processor time threads beside the steps have if another replica goes on with the same
+    prompts.
     """
     async with local_cluster(options, model, "round_robin", MIXED, num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(0, 4, 8), "warm-up"))
         late_s = await measure_lateness()
         await cluster.drain_replica(1)
         alone = Stopwatches(cluster)
-        prompts_s = await run_prompts(cluster, 1)
+        await run_prompts(cluster)
         await run_tails(cluster)
         delay_s = statistics.median(alone.delays_s)
+        stay_s = await run_moved(cluster, 1)
         streams_s = await Calibration(cluster).run_streams(1)
         await Calibration(cluster).run_spread(StepTimes.fit(alone.steps), gap=1.4)
         steps = StepTimes.fit(alone.steps)
@@ -390,12 +412,11 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
     async with local_cluster(options, model, "capacity_random", "1 prefill, 1 decode", num_threads) as cluster:
         await drive_client(cluster, make_requests(make_prompts(40, 4, 8), "warm-up"))
         moving = Stopwatches(cluster)
-        moved_s = await run_prompts(cluster, 2)
-    blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, PROMPT_LENGTHS)], dtype=np.float64)
-    moves = blocks[:, 1] > 0
-    # what does not depend on the number of blocks is left out: the engine's waking is in it, and a busy one does not sleep
-    _, export_s = fit_costs(blocks[moves], (moved_s[:, 0] - prompts_s[:, 0])[moves])
-    _, load_s = fit_costs(blocks[moves], moved_s[moves, 1])
+        moved_s = await run_moved(cluster, 2)
+    blocks = np.array([(1, length // BLOCK_SIZE) for _, length in product(KEYS, MOVED_LENGTHS)], dtype=np.float64)
+    serve_s, export_s = fit_costs(blocks, moved_s[:, 0, 1] - stay_s[:, 0, 1])
+    pull_s, receive_s = fit_costs(blocks, moved_s[:, 1, 1])
+    _, load_s = fit_costs(blocks, moved_s[:, 1, 0])  # the rest is the step behind it
     counts, spent_s = np.array([row for row, _ in both.front], dtype=np.float64), np.array([spent for _, spent in both.front])
     front = FrontCosts(*fit_relative_costs(counts, spent_s))
     return Costs(
@@ -404,7 +425,7 @@ async def calibrate(options: argparse.Namespace, model: str, num_threads: int = 
         delay_s=max(0.0, delay_s - front.message_s - front.token_s),
         late_s=late_s,
         load_s=load_s,
-        export_s=export_s,
+        links=LinkCosts(serve_s, export_s, pull_s, receive_s),
         entry_bytes=max(load.num_bytes / (load.num_tokens / BLOCK_SIZE) for load in moving.loads),
         num_blocks=num_blocks,
         front=front,
@@ -422,7 +443,7 @@ def main() -> int:
     profile = StepProfile(
         num_threads=options.num_threads, num_blocks=costs.num_blocks, block_size=BLOCK_SIZE, max_model_len=2 * MAX_LEN,
         max_num_seqs=64, step_s=0.0, token_s=0.0, delay_s=costs.delay_s, entry_s=0.0, entry_bytes=costs.entry_bytes,
-        load_s=costs.load_s, export_s=costs.export_s, **asdict(costs.steps),
+        load_s=costs.load_s, **asdict(costs.links), **asdict(costs.steps),
     )  # fmt: skip
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     return 0

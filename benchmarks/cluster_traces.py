@@ -24,7 +24,7 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import astuple, dataclass, field, replace
 from fractions import Fraction
 from itertools import product
 from pathlib import Path
@@ -308,15 +308,20 @@ def show_costs(bench: Bench, model: str, costs: Costs, workloads: dict[str, tupl
     bench.print_rows(
         f"{model}: measured first",
         ("sample, µs", "request, µs", "key, ns", "key read, ns", "steps in company", "message, ms", "timer late, ms",
-         "KV that comes, µs a block", "goes", "blocks", "front, µs a request", "a message", "a token"),
+         "load, µs a block", "blocks", "front, µs a request", "a message", "a token"),
         [
             (
                 steps.sample_s * 1e6, steps.arrival_s * 1e6, steps.key_s * 1e9, steps.read_s * 1e9, costs.company,
-                costs.delay_s * 1e3, costs.late_s * 1e3, costs.load_s * 1e6, costs.export_s * 1e6, costs.num_blocks,
+                costs.delay_s * 1e3, costs.late_s * 1e3, costs.load_s * 1e6, costs.num_blocks,
                 costs.front.request_s * 1e6, costs.front.message_s * 1e6, costs.front.token_s * 1e6,
             )
         ],
     )  # fmt: skip
+    bench.print_rows(
+        f"{model}: measured first, links between engines, µs",
+        ("a pull that is served", "a block that goes", "a pull", "a block that comes"),
+        [[each_s * 1e6 for each_s in astuple(costs.links)]],
+    )
     bench.print_rows(
         f"{model}: workloads",
         ("workload", "requests", "seconds", "tokens in, mean", "tokens out, mean"),

@@ -12,6 +12,7 @@ from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import LatencyObjective, summarise
 from cloister.bench.traces import TraceRow
 from cloister.cluster.virtual.engine import interpolate
+from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.processors import FrontCosts
 from cloister.types.events import Stepped
 
@@ -70,7 +71,7 @@ def test_times_that_vary_by_chance_are_predicted_by_their_mean() -> None:
 def test_what_was_measured_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
     path, case = tmp_path / "kept.jsonl", Case("cloister-5m", "Azure", "least_load", MIXED)
     times = StepTimes(((0, 1e-4), (1, 2e-4)), 1e-5, 2e-8, 3e-8, 4e-4)
-    costs = Costs(times, 1.1, 1e-4, 6e-4, 5e-5, 1e-5, 24576.0, 100, FrontCosts(1e-4, 2e-4, 3e-6))
+    costs = Costs(times, 1.1, 1e-4, 6e-4, 5e-5, LinkCosts(6e-4, 2e-5, 3e-4, 1e-5), 24576.0, 100, FrontCosts(1e-4, 2e-4, 3e-6))
     record = RequestRecord(0, 0.0, 1.0, 10, 3, ((0.5, 1), (0.7, 2)))
     runs = [Run(summarise("", [record], LatencyObjective(0.1, 0.05)), busiest=0.5 + number / 10) for number in range(2)]
     first = Record(path, "these options")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,8 +15,13 @@ from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster.virtual.engine import EngineShape, write_byte_tokenizer
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
+from cloister.cluster.virtual.kv_links import KVSwitch, LinkCosts, VirtualKVLinks
+from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.cluster.virtual.processors import FrontCosts, Processors
+from cloister.engine.kv_transfer import EntryContents, KVOffer
+from cloister.kv import KVFormat, KVQuery
+from cloister.scheduler.kv_exports import KVEntry
 from cloister.text import Tokenizer
 from cloister.types.events import Ended, Event
 from cloister.types.request import FinishReason
@@ -221,14 +227,91 @@ def test_kv_that_moves_more_slowly_than_its_prompt_is_computed_takes_its_time(to
     assert slower_by_s == pytest.approx(NUM_ENTRIES * 0.02)
 
 
-@pytest.mark.parametrize(("load_s", "export_s"), [(0.001, 0.0), (0.0, 0.001)])
-def test_kv_that_moves_takes_time_of_both_engines(load_s: float, export_s: float, tokenizer: Tokenizer) -> None:
-    engine = replace(ENGINE, load_s=load_s, export_s=export_s)
+@pytest.mark.parametrize(
+    "engine",
+    [
+        replace(ENGINE, load_s=0.001), replace(ENGINE, links=LinkCosts(export_s=0.001)),
+        replace(ENGINE, links=LinkCosts(receive_s=0.001)), replace(ENGINE, links=LinkCosts(serve_s=0.031)),
+        replace(ENGINE, links=LinkCosts(pull_s=0.031)),
+    ],
+    ids=["loads", "exports", "receives", "serves", "pulls"],
+)  # fmt: skip
+def test_kv_that_moves_takes_time_of_both_engines(engine: EngineShape, tokenizer: Tokenizer) -> None:
     requests = [ask(0, 500, 4), ask(1, 500, 4)]
-    free, _ = run(SPLIT, requests, tokenizer)
-    charged, _ = run(replace(SPLIT, engine=engine), requests, tokenizer)
+    busy = replace(SPLIT, num_cores=1)  # whatever thread works, others wait
+    free, _ = run(busy, requests, tokenizer)
+    charged, _ = run(replace(busy, engine=engine), requests, tokenizer)
     later_s = max(record.end_s for record in charged) - max(record.end_s for record in free)
-    assert NUM_ENTRIES * 0.001 / 2 < later_s < 3 * NUM_ENTRIES * 0.001  # a part of it while it would wait
+    assert NUM_ENTRIES * 0.001 / 2 < later_s < 3 * NUM_ENTRIES * 0.001  # a part of it while nothing else could run
+
+
+def test_links_work_beside_steps_as_long_as_cores_are_free(tokenizer: Tokenizer) -> None:
+    engine = replace(ENGINE, links=LinkCosts(serve_s=0.03, export_s=0.002, pull_s=0.03, receive_s=0.002))
+    requests = [ask(number, 500, 3, at_s=0.04 * number) for number in range(4)]
+
+    def last_ttft_s(shape: ClusterShape) -> float:
+        return run(shape, requests, tokenizer)[0][-1].ttft_s
+
+    split = replace(SPLIT, part_entries=8)
+    assert last_ttft_s(replace(split, engine=engine)) == pytest.approx(last_ttft_s(split), rel=0.15)
+    assert last_ttft_s(replace(split, engine=engine, num_cores=1)) > 1.5 * last_ttft_s(replace(split, num_cores=1))
+
+
+class Links:
+    """Links of two engines, whose threads are done when a test says so.
+
+    Attributes:
+        jobs: of threads that work.
+    """
+
+    def __init__(self) -> None:
+        draw = random.Random(1)
+        switch = KVSwitch(VirtualNetwork(draw, 0.001), draw)
+        form = KVFormat("a model", 16, "one group", (4,))
+        self.jobs: list[Callable[[], None]] = []
+        costs = LinkCosts(serve_s=1.0, export_s=1.0, pull_s=1.0, receive_s=1.0)
+        self.source, self.target = (
+            VirtualKVLinks(index, switch, form, costs=costs, work=lambda _, job: self.jobs.append(job)) for index in range(2)
+        )
+
+    async def work(self) -> None:
+        """Has every thread finish, and what it sends arrive."""
+        jobs, self.jobs = self.jobs, []
+        for job in jobs:
+            job()
+        await asyncio.sleep(0.01)
+
+
+def test_a_pull_ends_in_whatever_its_threads_do() -> None:
+    query = KVQuery("request", b"root", [b"key"], 0)
+    offer = KVOffer([KVEntry(0, b"key", (0,))], lambda _: [EntryContents(b"root", b"key", 0, (b"four",))], True)
+
+    async def stages(num_stages: int) -> tuple[list[bool | None], list[bool | None], int]:
+        """Returns what the source and the target hear if the pull is cancelled behind so many stages, and what stays open."""
+        links = Links()
+        links.target.pull(query, links.source.endpoint, 1.0)
+        demands, pulled = [], []
+        for stage in range(10):
+            if stage == num_stages:
+                links.target.cancel("request")
+            await asyncio.sleep(0.01)
+            await links.work()
+            for demand in links.source.take_demands():
+                demands.append(demand)
+                if demand.query is not None:
+                    links.source.offer(demand.peer, offer)
+            pulled += links.target.take_pulled()
+        return (
+            [each.query and True for each in demands],
+            [each.is_complete for each in pulled],
+            (links.source.num_open + links.target.num_open),
+        )
+
+    whole = run_virtually(stages(9))
+    assert whole == ([True, None], [None, True], 0)
+    heard = [run_virtually(stages(number)) for number in range(4)]
+    assert [each[0] for each in heard] == [[], [None], [True, None], [True, None]]  # none asks for what has ended
+    assert [each[1:] for each in heard] == [([], 0)] * 4
 
 
 def test_kv_of_two_requests_shares_the_way(tokenizer: Tokenizer) -> None:

@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from cloister.cluster.virtual.drafts import DRAFTER, DraftKind, ErraticSpeculation, ForesightDrafter
 from cloister.cluster.virtual.history_program import HistoryProgram, make_adapter
+from cloister.cluster.virtual.kv_links import FREE_LINKS, LinkCosts
 from cloister.cluster.virtual.threads import VirtualThread, at_once
 from cloister.cluster.virtual.tier_threads import VirtualPool, VirtualTierThreads
 from cloister.engine.adapters import AdapterRegister
@@ -82,7 +83,7 @@ class EngineShape:
         step_s, token_s, sample_s, key_s, read_s: a step takes `step_s`, and that much more for each of its tokens and samples,
             for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
         arrival_s, load_s: that much more for each sequence that comes, and for each block of KV that comes from another engine.
-        export_s: time of the engine for each block of KV that goes to another one.
+        links: what its links to other engines take, beside its steps.
         curve: points (tokens of a step, seconds), by rising tokens: that much more, on the line between two points; beyond the
             last one, on the line through the last two. Few tokens take as long as the weights take to be read, and kernels are
             faster with many, so time is not proportional to them.
@@ -111,7 +112,7 @@ class EngineShape:
     read_s: float = 0.0
     arrival_s: float = 0.0
     load_s: float = 0.0
-    export_s: float = 0.0
+    links: LinkCosts = FREE_LINKS
     curve: tuple[tuple[int, float], ...] = ()
     start_s: float = 0.5
     weights: int = 0
@@ -216,7 +217,7 @@ class VirtualEngine:
     scheduler: Scheduler
     runner: TimedRunner
     clock: EngineClock
-    export_s: float = 0.0
+    links: LinkCosts = FREE_LINKS
     tier_threads: VirtualTierThreads | None = None
     leave_pool: Callable[[], None] = lambda: None
 
@@ -359,7 +360,7 @@ def make_engine(
         grammars=grammars,
         kv_blocks=KVBlocks(form, program.export_blocks),
     )
-    engine = VirtualEngine(core, scheduler, timed, own, shape.export_s)
+    engine = VirtualEngine(core, scheduler, timed, own, shape.links)
     if draw is not None and any(shape.tiers):
         seat = None if pool is None else pool.memory.take_seat()
         engine.tier_threads = _open_tiers(core, shape, draw, own, pool, seat)

@@ -24,6 +24,25 @@ PART_ENTRIES: Final = 1
 """Entries of one datagram: the engines make steps between them."""
 
 
+@dataclass(frozen=True, slots=True)
+class LinkCosts:
+    """Processor time of the threads in which an engine's links work beside its steps: one for each pull, at both ends.
+
+    Attributes:
+        serve_s, export_s: of the engine that is asked, for each pull (a connection, what both say first, memory that both
+            share), and for each entry that it copies and authenticates.
+        pull_s, receive_s: of the engine that asks, for each pull, and for each entry that it copies and checks.
+    """
+
+    serve_s: float = 0.0
+    export_s: float = 0.0
+    pull_s: float = 0.0
+    receive_s: float = 0.0
+
+
+FREE_LINKS: Final = LinkCosts()
+
+
 class KVFrame(msgspec.Struct, frozen=True, array_like=True):
     """A datagram between two engines.
 
@@ -118,12 +137,17 @@ class KVSwitch:
         return msgspec.structs.replace(found, contents=(bytes(content), *found.contents[1:]))
 
 
+def _do_at_once(_: float, job: Callable[[], None]) -> None:
+    job()
+
+
 class VirtualKVLinks:
     """The links of one engine (protocol `engine.kv_transfer.KVLinks`).
 
     Args:
         index: of its replica.
-        spend: called with the number of entries that the engine copies for another one, which takes its time.
+        costs: of its threads.
+        work: called with processor time and a job, which it does when a thread has had that time.
     """
 
     def __init__(
@@ -132,12 +156,13 @@ class VirtualKVLinks:
         switch: KVSwitch,
         form: KVFormat,
         secret: bytes = SECRET,
-        spend: Callable[[int], None] = lambda _: None,
+        costs: LinkCosts = FREE_LINKS,
+        work: Callable[[float, Callable[[], None]], None] = _do_at_once,
     ) -> None:
         self.endpoint = endpoint_of(index)
         self._index, self._switch = index, switch
         self._sealer = KVSealer(form, secret)
-        self._spend = spend
+        self._costs, self._work = costs, work
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[int, _Pull] = {}
         self._num_pulls = 0
@@ -157,9 +182,10 @@ class VirtualKVLinks:
 
     def pull(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
         self._num_pulls += 1
-        pull = self._pulls[self._num_pulls] = _Pull(query, int(endpoint.removeprefix("virtual:")))
-        self._send(pull.source, KVFrame(self._index, self._num_pulls, 1, query))
-        asyncio.get_running_loop().call_later(timeout_s, self._end_pull, self._num_pulls, False)
+        number = self._num_pulls
+        pull = self._pulls[number] = _Pull(query, int(endpoint.removeprefix("virtual:")))
+        self._work(self._costs.pull_s, lambda: self._ask(number, pull))
+        asyncio.get_running_loop().call_later(timeout_s, self._end_pull, number, False)
 
     def cancel(self, request_id: str) -> None:
         for number, pull in list(self._pulls.items()):
@@ -205,31 +231,44 @@ class VirtualKVLinks:
     def _send(self, target: int, frame: KVFrame) -> None:
         self._switch.send(target, frame)
 
+    def _ask(self, number: int, pull: _Pull) -> None:
+        if number in self._pulls:
+            self._send(pull.source, KVFrame(self._index, number, 1, pull.query))
+
     def _serve(self, place: tuple[int, int], query: KVQuery) -> None:
         if self._find_peer(place) is not None:
             return  # a repeated frame
         self._num_peers += 1
-        self._peers[self._num_peers] = _Peer(place)
-        self._demands.append(KVDemand(self._num_peers, query))
-        self._wake()
-        timeout_s, number = FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S, self._num_peers
+        number = self._num_peers
+        self._peers[number] = _Peer(place)
+        self._work(self._costs.serve_s, lambda: self._demand(number, query))
+        timeout_s = FOLLOW_TIMEOUT_S if query.follows else KV_LOAD_TIMEOUT_S
         asyncio.get_running_loop().call_later(timeout_s, lambda: self._leave(number, is_sent=False))
+
+    def _demand(self, number: int, query: KVQuery) -> None:
+        if number in self._peers:  # else it has left
+            self._demands.append(KVDemand(number, query))
+            self._wake()
 
     def _find_peer(self, place: tuple[int, int]) -> int | None:
         return next((number for number, peer in self._peers.items() if peer.place == place), None)
 
     def _answer(self, number: int, peer: _Peer) -> None:
-        """Sends the next part to a peer that asks for it, if there is one."""
+        """Has a thread send the next part to a peer that asks for it, if there is one."""
         if not peer.is_asking or peer.offer is None or not (peer.entries or peer.offer.is_complete is not None):
             return
         num_entries = self._switch.part_entries
         entries, peer.entries = peer.entries[:num_entries], peer.entries[num_entries:]
-        found = peer.offer.read(entries) if entries else []
-        if found:
-            self._spend(len(found))
-        is_complete = False if found is None else None if peer.entries else peer.offer.is_complete
-        objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ())
+        part = KVOffer(entries, peer.offer.read, None if peer.entries else peer.offer.is_complete)
         peer.num_sent, peer.is_asking = peer.num_sent + 1, False
+        self._work(self._costs.export_s * len(entries), lambda: self._send_part(number, peer, part))
+
+    def _send_part(self, number: int, peer: _Peer, part: KVOffer) -> None:
+        if number not in self._peers:
+            return
+        found = part.read(part.entries) if part.entries else []
+        is_complete = False if found is None else part.is_complete
+        objects = tuple(self._sealer.seal(each.root, each.key, each.entry, each.contents) for each in found or ())
         replica, pull = peer.place
         self._send(replica, KVFrame(self._index, pull, peer.num_sent, None, objects, is_complete, is_answer=True))
         if is_complete is not None:
@@ -247,6 +286,12 @@ class VirtualKVLinks:
         if not all(self._sealer.is_genuine(found, pull.query.root, pull.query.keys) for found in frame.objects):
             self._end_pull(frame.pull, False)
             self._send(pull.source, KVFrame(self._index, frame.pull, frame.number + 1, is_complete=False))
+            return
+        self._work(self._costs.receive_s * len(frame.objects), lambda: self._hand_in(frame, pull))
+
+    def _hand_in(self, frame: KVFrame, pull: _Pull) -> None:
+        """Leaves a part for the engine, and asks for the next one."""
+        if frame.pull not in self._pulls:
             return
         self._pulled.append(PulledKV(pull.query.request_id, list(frame.objects)))
         self._wake()

@@ -14,6 +14,7 @@ import msgspec
 
 from cloister.cluster.roles import assign_roles
 from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.engine.replica_snapshot import Role
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
@@ -36,8 +37,8 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         num_blocks, block_size: KV blocks of a replica, and tokens of each.
         max_model_len: tokens of the longest request.
         max_num_seqs: answers that a replica computes at once.
-        step_s, token_s, sample_s, key_s, read_s, arrival_s, load_s, export_s, curve: times of a step, and of KV that comes and
-            goes, as of `EngineShape`.
+        step_s, token_s, sample_s, key_s, read_s, arrival_s, load_s, curve: times of a step, as of `EngineShape`.
+        serve_s, export_s, pull_s, receive_s: of the links between engines, as of `LinkCosts`.
         delay_s: from the end of a step until the front has its outputs.
         entry_s, entry_bytes: time and size of the KV of a block that moves to another replica.
     """
@@ -57,7 +58,10 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entry_bytes: Annotated[float, msgspec.Meta(gt=0)]
     arrival_s: Seconds = 0.0
     load_s: Seconds = 0.0
+    serve_s: Seconds = 0.0
     export_s: Seconds = 0.0
+    pull_s: Seconds = 0.0
+    receive_s: Seconds = 0.0
     curve: tuple[tuple[int, Seconds], ...] = ()
 
     def __post_init__(self) -> None:
@@ -111,7 +115,7 @@ class ReplicaPlacement:
             read_s=own.read_s,
             arrival_s=own.arrival_s,
             load_s=own.load_s,
-            export_s=own.export_s,
+            links=LinkCosts(own.serve_s, own.export_s, own.pull_s, own.receive_s),
             curve=own.curve,
         )
         moves_kv = len(set(self.roles)) > 1

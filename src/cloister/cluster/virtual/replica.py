@@ -63,6 +63,7 @@ class VirtualProcess:
         self._loop = asyncio.get_running_loop()
         self._timer: asyncio.TimerHandle | None = None
         self._is_gone = False
+        self._beside: set[asyncio.Task[None]] = set()
         self.task = asyncio.create_task(self._run())
 
     def receive(self, data: bytes) -> None:
@@ -84,17 +85,28 @@ class VirtualProcess:
         """Connects the engine to those of other replicas."""
 
         def make_links(form: KVFormat) -> VirtualKVLinks:
-            self.kv_links = VirtualKVLinks(index, switch, form, spend=self._export)
+            self.kv_links = VirtualKVLinks(index, switch, form, costs=self.engine.links, work=self._work_beside)
             self.kv_links.on_news(self._woken.set)
             return self.kv_links
 
         self.engine.core.exchange_kv(make_links)
 
-    def _export(self, num_entries: int) -> None:
-        """Takes the time of the engine that copies of its KV take, now or after its step."""
-        if self.engine.export_s:
-            self.engine.clock.ahead_s += self.engine.export_s * num_entries
-            self._woken.set()
+    def _work_beside(self, work_s: float, job: Callable[[], None]) -> None:
+        """Does a job when a thread beside the steps, which is as nice as they are, has worked for so long."""
+        if not work_s:
+            job()
+            return
+        thread = asyncio.create_task(self._run_beside(work_s, job))
+        self._beside.add(thread)
+        thread.add_done_callback(self._beside.discard)
+
+    async def _run_beside(self, work_s: float, job: Callable[[], None]) -> None:
+        await self._spend(work_s)
+        job()
+
+    async def _spend(self, work_s: float) -> None:
+        """Returns when the calling thread of this process has worked for so long."""
+        await (asyncio.sleep(work_s) if self._processors is None else self._processors.run(work_s, NICENESS))
 
     def end(self) -> None:
         """Ends at once, as SIGKILL does."""
@@ -103,7 +115,8 @@ class VirtualProcess:
         self._is_gone = True
         if self.kv_links is not None:
             self.kv_links.close()
-        self.task.cancel()
+        for task in (self.task, *self._beside):
+            task.cancel()
         if self._timer is not None:
             self._timer.cancel()
 
@@ -151,7 +164,7 @@ class VirtualProcess:
             outputs = core.step(lambda early, link=link: self._send(link, early))  # type: ignore[misc]
             if clock.ahead_s:
                 took_s, clock.ahead_s = clock.ahead_s, 0.0
-                await (asyncio.sleep(took_s) if self._processors is None else self._processors.run(took_s, NICENESS))
+                await self._spend(took_s)
             if outputs is not None:
                 self._send(link, outputs)
             elif core.is_done:
