@@ -346,7 +346,7 @@ def test_the_command_line_says_that_a_sealed_node_has_no_interface_for_operators
         for command in (("status",), ("drain", "0"), ("return", "0"), ("update",)):
             status, _, err = run(capsys, *command, url)
             assert (status, err.count("\n")) == (1, 1)
-            assert "is a sealed node, which has no operator's interface" in err
+            assert "is a sealed node, which has no operator's interface, or its gateway or relay: " in err
 
 
 def test_a_table_without_load_says_that_the_profile_withholds_it(
