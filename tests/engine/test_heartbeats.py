@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from cloister.engine import heartbeats
 from cloister.engine.heartbeats import LATE_S, LOOK_S, PAUSE_S, SILENT_S, SLOWEST_BYTES_S, Heartbeat, Silence
 
 
@@ -68,4 +67,22 @@ def test_an_engine_waits_longer_than_a_worker_that_waits_for_the_last_answer() -
     while not silence.is_long:
         silence.look()
         num_looks += 1
-    assert num_looks * heartbeats.LOOK_S == SILENT_S + LOOK_S
+    assert num_looks * LOOK_S == SILENT_S + LOOK_S
+
+
+def test_an_engine_waits_for_what_it_sends_over_a_slow_network() -> None:
+    """The worker, which waits for the answer behind that, sends nothing meanwhile."""
+    heartbeat, silence = Heartbeat(), Silence()
+    send_one(heartbeat)
+    for _ in range(200):
+        num_bytes = int(SLOWEST_BYTES_S * LOOK_S)
+        silence.note_sent(num_bytes)
+        silence.look()
+        heartbeat.note_passed(num_bytes)
+        heartbeat.look()
+        assert not heartbeat.is_late
+        assert not silence.is_long
+    silence.note_record()
+    for _ in range(int(SILENT_S / LOOK_S) + 1):
+        silence.look()
+    assert silence.is_long

@@ -20,7 +20,8 @@ LATE_S: Final = 6.0
 SLOWEST_BYTES_S: Final = 2**20
 """What a network between machines of a unit carries at least, bytes per second."""
 SILENT_S: Final = 10.0
-"""An engine waits so long for the next record: longer than a worker, which may have waited for the last answer."""
+"""An engine waits so long for the next record, and longer for what it sends: a worker sends its next heartbeat once it has the
+last answer."""
 
 
 class Heartbeat:
@@ -57,11 +58,15 @@ class Silence:
     """The engine's side of one channel."""
 
     def __init__(self) -> None:
-        self._num_looks = 0
+        self._num_looks = self._num_bytes = 0
 
     def note_record(self) -> None:
         """Called with each record of the worker."""
-        self._num_looks = 0
+        self._num_looks = self._num_bytes = 0
+
+    def note_sent(self, num_bytes: int) -> None:
+        """Called with what the network has taken."""
+        self._num_bytes += num_bytes
 
     def look(self) -> None:
         """Called every `LOOK_S`."""
@@ -70,4 +75,4 @@ class Silence:
     @property
     def is_long(self) -> bool:
         """Whether the worker is not reached any more."""
-        return self._num_looks * LOOK_S > SILENT_S
+        return self._num_looks * LOOK_S > SILENT_S + self._num_bytes / SLOWEST_BYTES_S

@@ -140,7 +140,9 @@ class _Channel:
         """Sends pending output without blocking; returns True if some is left. Output for a worker that has ended is lost."""
         while self.unsent:
             try:
-                self.unsent = self.unsent[self.sock.send(self.unsent) :]
+                num_bytes = self.sock.send(self.unsent)
+                self.unsent = self.unsent[num_bytes:]
+                self.silence.note_sent(num_bytes)
             except BlockingIOError:
                 return True
             except OSError:  # the reader will notice
