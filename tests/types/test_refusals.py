@@ -62,6 +62,13 @@ def test_each_setting_has_one_refusal_and_a_profile_is_not_contradicted() -> Non
         resolve_settings({"replicas": 2, "prefill": 1, "decode": 1, "profile": "private"})
 
 
+def test_what_nobody_set_is_not_refused() -> None:
+    """Without replicas that must stay, idle engines end by themselves; where they cannot, that is the only mistake."""
+    with pytest.raises(ConfigError, match="do not end while idle") as refused:
+        resolve_settings({"min_replicas": 0, "max_replicas": 2, "standby": 1})
+    assert not isinstance(refused.value, RefusedSettings)
+
+
 @pytest.mark.parametrize("verb", [["serve"], ["cluster", "up"]])
 def test_a_command_lists_them_and_exits_as_with_one(verb: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as left:
