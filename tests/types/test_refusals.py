@@ -39,6 +39,12 @@ def test_a_file_with_several_mistakes_names_them_all(tmp_path: Path) -> None:
     ]
 
 
+def test_what_several_models_share_is_refused_once(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('port = 99999\n[models.a]\nmodel = "x"\nquant = "int7"\n[models.b]\nreplicas = 3\n')
+    assert [param for _, param in refusals_of(file)] == ["replicas", "model", "port", "quant"]
+
+
 def test_an_engine_without_a_server_has_all_of_its_refusals() -> None:
     assert refusals_of(listens=False, quant="int7", scheduler="x", kv_tier_codec="fine", profile="private", lora=1) == [
         (ConfigError, "lora"),
