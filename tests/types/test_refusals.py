@@ -39,6 +39,12 @@ def test_a_file_with_several_mistakes_names_them_all(tmp_path: Path) -> None:
     ]
 
 
+def test_what_several_models_share_is_refused_once(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text('port = 99999\n[models.a]\nmodel = "x"\nquant = "int7"\n[models.b]\nreplicas = 3\n')
+    assert [param for _, param in refusals_of(file)] == ["replicas", "model", "port", "quant"]
+
+
 def test_an_engine_without_a_server_has_all_of_its_refusals() -> None:
     assert refusals_of(listens=False, quant="int7", scheduler="x", kv_tier_codec="fine", profile="private", lora=1) == [
         (ConfigError, "lora"),
@@ -60,6 +66,13 @@ def test_each_setting_has_one_refusal_and_a_profile_is_not_contradicted() -> Non
     """Roles need `kv_transfer`, but this profile refuses both."""
     with pytest.raises(PolicyError, match="disaggregation"):
         resolve_settings({"replicas": 2, "prefill": 1, "decode": 1, "profile": "private"})
+
+
+def test_what_nobody_set_is_not_refused() -> None:
+    """Without replicas that must stay, idle engines end by themselves; where they cannot, that is the only mistake."""
+    with pytest.raises(ConfigError, match="do not end while idle") as refused:
+        resolve_settings({"min_replicas": 0, "max_replicas": 2, "standby": 1})
+    assert not isinstance(refused.value, RefusedSettings)
 
 
 @pytest.mark.parametrize("verb", [["serve"], ["cluster", "up"]])

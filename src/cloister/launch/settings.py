@@ -272,7 +272,8 @@ def _resolve_scaling(server: Resolved[ServerConfig], refusals: Refusals) -> Reso
     if config.max_replicas is None:
         return server
     server = server.explain(replicas=(config.max_replicas, "max_replicas"))
-    if config.min_replicas == 0 and config.idle_timeout_s is None:
+    may_end = config.on == LOCAL and not config.standby
+    if config.min_replicas == 0 and config.idle_timeout_s is None and may_end:
         server = server.explain(idle_timeout_s=(config.downscale_delay_s, "min_replicas 0"))
     return server
 

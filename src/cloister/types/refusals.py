@@ -64,8 +64,9 @@ class Refusals:
             self._found.append(refusal)
 
     def add_unreadable(self, refusal: ConfigError, *names: str) -> None:
-        """Takes the refusal of a value that cannot be read, and the settings that it leaves unset."""
-        self._found.append(refusal)
+        """Takes the refusal of a value that cannot be read, once for several models, and the settings that it leaves unset."""
+        if refusal.message not in (found.message for found in self._found):
+            self._found.append(refusal)
         self._unread.update(names)
 
     def extend(self, refusals: Iterable[CloisterError]) -> None:
