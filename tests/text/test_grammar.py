@@ -473,7 +473,8 @@ def test_a_schema_inside_a_grammar_is_held_to_what_a_schema_is(inside, match):
 
 
 def test_schemas_inside_a_grammar_are_followed(compiler, tokenizer):
-    schema = json.dumps({"type": "object", "properties": {"%json": {"const": 1}}, "required": ["%json"], "title": "left out"})
+    inside = {"type": "object", "properties": {"%json": {"const": 1}}, "required": ["%json"], "title": "left out"}
+    schema = json.dumps(inside)
     grammar = check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json {schema} "b" %json {{"const": true}}'), "grammar")
     assert "left out" not in grammar.source
     matcher = compiler.compile(grammar)
@@ -483,4 +484,6 @@ def test_schemas_inside_a_grammar_are_followed(compiler, tokenizer):
 
 def test_a_grammar_has_a_number_of_schemas():
     with pytest.raises(InvalidRequestError, match="16 schemas"):
-        check_grammar(Grammar(GrammarKind.LARK, "start: " + " | ".join('%json {"multipleOf": 7}' for _ in range(17))), "grammar")
+        check_grammar(
+            Grammar(GrammarKind.LARK, "start: " + " | ".join('%json {"multipleOf": 7}' for _ in range(17))), "grammar"
+        )
