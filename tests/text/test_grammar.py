@@ -407,3 +407,83 @@ def test_whatever_is_sent_is_refused_or_followed(compiler, tokenizer, schema):
         return
     if whole and "$ref" not in json.dumps(schema):
         jsonschema.Draft202012Validator(schema).validate(json.loads(tokenizer.decode(tokens, skip_special_tokens=False)))
+
+
+HARD = [f"(a|b)*a(a|b){{{i}}}$" for i in range(1, 19)]
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "string", "allOf": [{"pattern": pattern} for pattern in HARD]},
+        {"allOf": [{"properties": {"x": {"type": "string", "pattern": pattern}}} for pattern in HARD]},
+        {"$defs": {f"d{i}": {"pattern": HARD[i]} for i in range(18)}, "allOf": [{"$ref": f"#/$defs/d{i}"} for i in range(18)]},
+        {
+            "$defs": {f"d{i}": {"$anchor": f"a{i}", "pattern": HARD[i]} for i in range(18)},
+            "type": "string",
+            "allOf": [{"$ref": f"#a%3{i}" if i < 10 else f"#a{i}"} for i in range(18)],
+        },
+    ],
+    ids=["together", "in properties of one name", "by reference", "by anchor"],
+)
+def test_many_patterns_at_once_are_refused_and_not_searched_for_minutes(schema):
+    with pytest.raises(InvalidRequestError, match="match 8 patterns and formats at once"):
+        check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+def test_many_patterns_of_different_texts_and_dates_are_taken():
+    names = {f"p{i}": {"type": "string", "pattern": HARD[i]} for i in range(18)}
+    schema = {"type": "object", "properties": {**names, "day": {"type": "string", "format": "date"}, "next": {"$ref": "#"}}}
+    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+@pytest.mark.parametrize(
+    "terminal",
+    [
+        " & ".join(f"/{pattern[:-1]}/" for pattern in HARD),
+        "~(" + " | ".join(f"~/{pattern[:-1]}/" for pattern in HARD) + ")",
+        '/"/ & A & B & "c" & A & B & A & B & A & B & A',
+        '/a\\\\/ "" "/ & A & B & A & B & A & B & A & B & A & "x"',
+    ],
+)
+def test_many_intersections_of_a_grammar_are_refused(terminal):
+    with pytest.raises(InvalidRequestError, match="8 of the signs"):
+        check_grammar(Grammar(GrammarKind.LARK, f'start: X\nA: "a"\nB: "b"\nX: {terminal}'), "grammar")
+
+
+def test_signs_in_texts_of_a_grammar_are_no_intersections():
+    operators = " | ".join(f'"{sign}"' for sign in ("&", "&&", "&=", "~", "&amp;", "&lt;", "&gt;", "~=", "&~", "~&"))
+    check_grammar(Grammar(GrammarKind.LARK, f"start: {operators} | X\nX: /a+/ & /(aa)+/"), "grammar")
+
+
+@pytest.mark.parametrize(
+    ("inside", "match"),
+    [
+        ('{"type": "integer", "multipleOf": 1000000007}', "multiply to"),
+        ("{" + '"allOf": [{"not": {}}]' + "}", "not enforced here"),
+        ('{"$ref": "http://example.com/x"}', "leads out of the schema"),
+        ("[1]", "without a schema"),
+        ("{", "without a schema"),
+        ('{"a":' * 2000, "without a schema"),
+    ],
+)
+def test_a_schema_inside_a_grammar_is_held_to_what_a_schema_is(inside, match):
+    with pytest.raises(InvalidRequestError, match=match):
+        check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json {inside}'), "grammar")
+
+
+def test_schemas_inside_a_grammar_are_followed(compiler, tokenizer):
+    inside = {"type": "object", "properties": {"%json": {"const": 1}}, "required": ["%json"], "title": "left out"}
+    schema = json.dumps(inside)
+    grammar = check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json {schema} "b" %json {{"const": true}}'), "grammar")
+    assert "left out" not in grammar.source
+    matcher = compiler.compile(grammar)
+    assert matcher.accept(tokenizer.encode('a{"%json": 1}btrue'))
+    assert matcher.is_complete
+
+
+def test_a_grammar_has_a_number_of_schemas():
+    with pytest.raises(InvalidRequestError, match="16 schemas"):
+        check_grammar(
+            Grammar(GrammarKind.LARK, "start: " + " | ".join('%json {"multipleOf": 7}' for _ in range(17))), "grammar"
+        )

@@ -26,10 +26,16 @@ MAX_SOURCE_CHARS: Final = {
 """What compiling an expression takes grows with its square: 8 MiB for 8,000 letters, 400 MiB for 60,000."""
 MAX_CHOICES: Final = 1000
 
+_DECODER: Final = json.JSONDecoder()
 # No space here reaches into another line: a pattern that does takes the square of as many empty lines as a client likes.
 _GBNF: Final = re.compile(r"^[^\S\n]*root[^\S\n]*::=", re.MULTILINE)
 _CONVERTED: Final = "%llguidance {}"
 _DIRECTIVE: Final = re.compile(r"^[^\S\n]*%(?!ignore\b|json\b|regex\b|override\b|extend\b)", re.MULTILINE)
+_TOKEN: Final = re.compile(r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', re.DOTALL)
+MAX_SIGNS: Final = 8
+"""Signs `&` and `~` of a grammar: what compiling their terminals takes doubles with each, and was hours for 18 of them."""
+_JSON: Final = re.compile(r"%json\b[ \t\n]*")
+MAX_SCHEMAS_IN_GRAMMAR: Final = 16
 _COMPLAINTS: Final[tuple[tuple[str, str], ...]] = (
     ("look-around", "looks around, which is not supported; write what has to be there instead"),
     ("lookarounds", "looks around (as \\b does), which is not supported; write what has to be there instead"),
@@ -100,7 +106,37 @@ def _check_lark(source: str, param: str) -> str:
             raise _error(param, "is no grammar in llama.cpp's notation that can be converted; write it in Lark's") from None
     if _DIRECTIVE.search(source):
         raise _error(param, "has a directive that is not taken here; of those that begin with %, use %ignore and %json")
-    return source
+    if sum(sign in "&~" for sign in _TOKEN.sub(_leave_out_text, source)) > MAX_SIGNS:
+        raise _error(param, f"is too large: it may have {MAX_SIGNS} of the signs & and ~ outside of texts; say the same with |")
+    return _check_schemas_inside(source, param)
+
+
+def _leave_out_text(found: re.Match[str]) -> str:
+    """A text that has a slash stays: the library could have read a regular expression in it, and more of the grammar behind."""
+    token = found[0]
+    return "" if token.startswith('"') and "/" not in token else token
+
+
+def _check_schemas_inside(source: str, param: str) -> str:
+    """Returns a grammar whose JSON schemas are checked as those of requests are: their limits are those of the library's work.
+
+    The library reads a schema wherever it finds `%json`; so no such text is left that was not checked.
+    """
+    parts, at = [], 0
+    for number, found in enumerate(_JSON.finditer(source)):
+        if found.start() < at:
+            continue  # in a text of the schema before it
+        try:
+            schema, end = _DECODER.raw_decode(source, found.end())
+        except (ValueError, RecursionError):
+            raise _error(param, "has `%json` without a schema behind it, as a JSON object") from None
+        if not isinstance(schema, dict):
+            raise _error(param, "has `%json` without a schema behind it, as a JSON object")
+        if number >= MAX_SCHEMAS_IN_GRAMMAR:
+            raise _error(param, f"is too large: it may have {MAX_SCHEMAS_IN_GRAMMAR} schemas behind `%json`")
+        parts += [source[at : found.start()], "%json ", json.dumps(check_schema(schema, param))]
+        at = end
+    return "".join([*parts, source[at:]])
 
 
 def _check_filled(source: str, param: str) -> str:

@@ -120,6 +120,10 @@ MAX_PATTERN_CHARS: Final = 4_096
 MAX_MULTIPLE: Final = 20_000
 """Product of all multipleOf: a number that is to be a multiple of both 997 and 991 takes 988,027 states."""
 
+MAX_PATTERNS_TOGETHER: Final = 8
+"""Patterns and formats that one text has to match at once: what finding out whether one can takes doubles with each, and was
+minutes for 18."""
+
 _ONE: Final = frozenset({"items", "additionalProperties", "additionalItems"})
 """Keywords that hold a schema."""
 _SEVERAL: Final = frozenset({"allOf", "anyOf", "oneOf", "prefixItems"})
@@ -161,7 +165,66 @@ def check_schema(schema: object, param: str) -> Any:
     Raises:
         InvalidRequestError: it has a keyword that is not enforced here, is no schema, or is too large; says which and where.
     """
-    return _Walk(schema, param).check(schema, "", 0)
+    checked = _Walk(schema, param).check(schema, "", 0)
+    try:
+        num_patterns = _count_patterns(checked, checked, {}, _find_anchors(checked))
+    except RecursionError:
+        num_patterns = MAX_PATTERNS_TOGETHER + 1
+    if num_patterns > MAX_PATTERNS_TOGETHER:
+        raise InvalidRequestError(
+            f"`{param}` is too large: a text may have to match {MAX_PATTERNS_TOGETHER} patterns and formats at once; put them "
+            "into fewer patterns.",
+            param=param,
+            code="unsupported_schema",
+        )
+    return checked
+
+
+def _find_anchors(root: object) -> dict[str, object]:
+    """Returns the schemas that have a name to refer to."""
+    found: dict[str, object] = {}
+    left = [root]
+    while left:
+        match left.pop():
+            case dict() as schema:
+                if isinstance(name := schema.get("$anchor"), str):
+                    found[name] = schema
+                left += schema.values()
+            case list() as schemas:
+                left += schemas
+    return found
+
+
+def _count_patterns(root: object, schema: object, known: dict[int, int], anchors: Mapping[str, object]) -> int:
+    """Returns how many patterns a text in a value of a schema may have to match at once, or a greater number.
+
+    What `allOf` and references add is added up, as the library merges it, also in properties of one name.
+
+    Args:
+        known: of schemas that were counted, by id; those that lead to themselves count once.
+        anchors: schemas by the names in `$anchor`.
+    """
+    if not isinstance(schema, Mapping):
+        return 0
+    if id(schema) in known:
+        return known[id(schema)]
+    known[id(schema)] = 0
+    together, inside = ("pattern" in schema) + ("format" in schema), 0
+    for keyword, value in schema.items():
+        if keyword == "allOf":
+            for item in value:
+                together += _count_patterns(root, item, known, anchors)
+        elif keyword == "$ref":
+            target = resolve(root, value) if _is_pointer(value) else anchors.get(unquote(value.removeprefix("#")))
+            together += _count_patterns(root, target, known, anchors)
+        elif keyword in _ONE or keyword in _SEVERAL:
+            for item in value if isinstance(value, list) else [value]:
+                inside = max(inside, _count_patterns(root, item, known, anchors))
+        elif keyword in ("properties", "patternProperties"):
+            for item in value.values():
+                inside = max(inside, _count_patterns(root, item, known, anchors))
+    known[id(schema)] = together + inside
+    return known[id(schema)]
 
 
 def check_schema_size(schema: object, param: str) -> None:
