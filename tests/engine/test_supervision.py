@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from cloister.cluster.virtual.engine import EngineShape, make_engine
 from cloister.cluster.virtual.fuzz import open_tokenizer
-from cloister.engine.supervision import Restarts, RollCall, Watchdog
+from cloister.engine.supervision import LivenessProbe, Restarts, Watchdog
 from cloister.types.clock import VirtualClock
-from cloister.types.events import Arrived, Outputs, RollCalled, Stepped
+from cloister.types.events import Arrived, Outputs, Ping, Stepped
 
 
 def step(elapsed_s: float) -> Stepped:
@@ -105,19 +105,19 @@ def test_old_restarts_are_forgotten() -> None:
 
 
 def test_an_engine_that_is_silent_is_asked_once_until_it_answers() -> None:
-    roll_call = RollCall(after_s=5.0)
-    roll_call.note(1.0)
-    assert [roll_call.look(now) for now in (2.0, 5.9, 6.0, 6.5, 20.0)] == [False, False, True, False, False]
-    assert roll_call.is_open
-    roll_call.note(21.0)
-    assert not roll_call.is_open
-    assert [roll_call.look(now) for now in (25.0, 26.0)] == [False, True]
-    assert not any(RollCall(after_s=None).look(now) for now in (0.0, 1e6)), "a front that knows all requests asks nothing"
+    probe = LivenessProbe(after_s=5.0)
+    probe.note(1.0)
+    assert [probe.look(now) for now in (2.0, 5.9, 6.0, 6.5, 20.0)] == [False, False, True, False, False]
+    assert probe.is_open
+    probe.note(21.0)
+    assert not probe.is_open
+    assert [probe.look(now) for now in (25.0, 26.0)] == [False, True]
+    assert not any(LivenessProbe(after_s=None).look(now) for now in (0.0, 1e6)), "a front that knows all requests asks nothing"
 
 
-def test_an_engine_with_nothing_to_do_answers_a_roll_call_once() -> None:
+def test_an_engine_with_nothing_to_do_answers_a_ping_once() -> None:
     core = make_engine(EngineShape(), open_tokenizer(), VirtualClock()).core
     assert core.step() is None
-    core.input_queue.put(RollCalled())
+    core.input_queue.put(Ping())
     assert core.step() == Outputs([], [])
     assert core.step() is None

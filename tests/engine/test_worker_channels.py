@@ -237,7 +237,7 @@ def test_an_idle_engine_that_is_stopped_is_replaced_and_the_next_worker_gets_its
 
     async def run() -> None:
         config = replace(CONFIG, stall_timeout_s=4.0)
-        supervision = Supervision(look_every_s=0.1, first_step_timeout_s=4.0, ask_after_s=0.5)
+        supervision = Supervision(look_every_s=0.1, first_step_timeout_s=4.0, ping_after_s=0.5)
         process = EngineProcess(config=config, supervision=supervision)
         await process.engine.start()
         try:

@@ -917,6 +917,7 @@ async def look_at(clock: Clock, port: int) -> None:
         [("127.0.0.1", port)],
         machine.announcer.make_verifier(gpu=False),
         1,
+        longest_request_s=REQUEST_S,
         on_pair=machine.paired,
         on_lost=machine.unpaired,
         times=UnitTimes(connect_s=0.5, handshake_s=2.0),

@@ -23,7 +23,7 @@ from cloister.cluster.virtual.scenario import Job
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.request_client import RequestClient
 from cloister.engine.sealed_channels import SealedChannels
-from cloister.engine.supervision import RollCall
+from cloister.engine.supervision import LivenessProbe
 from cloister.private.unit.carriers import MemberCarriers, _Carried, _Window
 from cloister.private.unit.membership import UnitLeader, _Member
 from cloister.private.unit.pairing import SealedRecords
@@ -141,7 +141,7 @@ def accuse_for_lost_connections(
     return keep_resumable(requests, error, is_shared=is_shared)
 
 
-def ask_nobody(roll_call: RollCall, now: float) -> bool:
+def never_ping(probe: LivenessProbe, now: float) -> bool:
     return False
 
 
@@ -188,15 +188,15 @@ PLANTED: dict[str, tuple[Any, str, Any, Callable[[UnitScenario], bool]]] = {
     "a pair ends and its connections do not": (_Carried, "close", keep_connections, has("end_machine", "lose_machine")),
     "a pair ends and its keys do not": (SealedRecords, "close", keep_keys, has("reset")),
     "a worker gets one channel only": (ChannelBroker, "_reply", answer_once, has("crash")),
-    "a front asks no engine whether it is there": (RollCall, "look", ask_nobody, has("hang")),
-    "nobody watches a deadline": (RequestClient, "_watch_deadline", watch_no_deadline, has("hold", "hang")),
+    "a front pings no engine": (LivenessProbe, "look", never_ping, has("hang")),
+    "nobody watches a deadline": (RequestClient, "_watch_deadline", watch_no_deadline, has("hang")),
 }  # fmt: skip
 FIRST_SEEDS = {
     "a connection is admitted twice": 95,
     "a channel ends and its requests do not": 62,
     "a worker gets one channel only": 29,
-    "a front asks no engine whether it is there": 560,
-    "nobody watches a deadline": 119,
+    "a front pings no engine": 560,
+    "nobody watches a deadline": 569,
 }
 """Where the search for a bug begins, so that the test is quick: as long as scenarios stay as they are, this seed shows it."""
 

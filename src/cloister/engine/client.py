@@ -31,7 +31,7 @@ from cloister.engine.replica_snapshot import (
 from cloister.engine.request_client import Health, RequestClient
 from cloister.engine.shadow import Shadow
 from cloister.engine.stacks import StackClusters, StackTrace, read_step_stack
-from cloister.engine.supervision import IdleTimer, RollCall, Supervision, Watchdog
+from cloister.engine.supervision import IdleTimer, LivenessProbe, Supervision, Watchdog
 from cloister.engine.transports import SealedWorkerTransport, StackSource, Transport
 from cloister.types.clock import Clock, WallClock
 from cloister.types.config import EngineConfig
@@ -47,11 +47,11 @@ from cloister.types.events import (
     KVSource,
     LeasePrefix,
     Outputs,
+    Ping,
     PrefetchKV,
     PrefixLeased,
     Ready,
     RenewPrefix,
-    RollCalled,
     Shutdown,
     Stepped,
     Submit,
@@ -131,7 +131,7 @@ class EngineClient(RequestClient):
         self._replaces = self._watches and self._supervision.restarts is not None
         self._watchdog = Watchdog(config.stall_timeout_s, self._supervision.first_step_timeout_s)
         self._idle = IdleTimer(self._supervision.idle_timeout_s)
-        self._roll_call = RollCall(self._supervision.ask_after_s)
+        self._probe = LivenessProbe(self._supervision.ping_after_s)
         self._is_resting = False
         self._wanted = asyncio.Event()
         self._has_woken = asyncio.Event()
@@ -448,7 +448,7 @@ class EngineClient(RequestClient):
     def receive(self, message: Outputs) -> None:
         """Handles a message of the engine."""
         self._watchdog.note(message.events)
-        self._roll_call.note(self._clock.now())
+        self._probe.note(self._clock.now())
         self._requests.deliver(message)
         if self._requests.holds_back:
             self._send_due()
@@ -559,7 +559,7 @@ class EngineClient(RequestClient):
             )
         self._introduce(ready)
         self._watchdog.restart(self._clock.now())
-        self._roll_call.note(self._clock.now())
+        self._probe.note(self._clock.now())
         self._idle.note_use(self._clock.now())
         self._is_open, self._is_resting = True, False
         self._has_woken.set()
@@ -610,9 +610,9 @@ class EngineClient(RequestClient):
     async def _watch(self) -> None:
         while True:
             await asyncio.sleep(self._supervision.look_every_s)
-            if self._roll_call.look(self._clock.now()):
-                self._send(RollCalled())
-            is_waited_for = (self._requests.is_waited_for or self._roll_call.is_open) and not self.adapters.is_loading
+            if self._probe.look(self._clock.now()):
+                self._send(Ping())
+            is_waited_for = (self._requests.is_waited_for or self._probe.is_open) and not self.adapters.is_loading
             self._watchdog.look(self._clock.now(), is_waited_for=is_waited_for)
             if self._requests.is_waited_for or self.adapters.is_loading:
                 self._idle.note_use(self._clock.now())

@@ -37,10 +37,10 @@ from cloister.types.events import (
     LeasePrefix,
     LoadAdapter,
     Outputs,
+    Ping,
     PrefetchKV,
     PrefixLeased,
     RenewPrefix,
-    RollCalled,
     Shutdown,
     Stepped,
     Submit,
@@ -132,7 +132,7 @@ class EngineCore:
         self._transfer: KVTransfer | None = None
         self._tiers: EngineTiers | None = None
         self._cache_replies: list[CacheReply] = []
-        self._is_asked = False
+        self._is_pinged = False
         self._drain_by_s: float | None = None
         self._num_failures = 0
 
@@ -280,9 +280,9 @@ class EngineCore:
             replies += self._scheduler.prefix_leases.take_news()
         self.adapters.replies, self._cache_replies = [], []
         answers = self._scheduler.take_answers() if self._scheduler.answers else ()
-        if not (events or replies or self._is_asked):
+        if not (events or replies or self._is_pinged):
             return None
-        self._is_asked = False
+        self._is_pinged = False
         return Outputs(self._output.collect(events, self._scheduler.requests, answers), events, replies)
 
     def _clear_up(self) -> None:
@@ -323,8 +323,8 @@ class EngineCore:
                 if drop:
                     self._scheduler.forget(scope, now)
                 self._cache_replies.append(CacheReply(call_id, places))
-            case RollCalled():
-                self._is_asked = True
+            case Ping():
+                self._is_pinged = True
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
 

@@ -18,8 +18,8 @@ MAX_TICK_S: Final = 1.0
 timeout that is shorter than two of them: an engine is seen to be stalled before it is replaced."""
 NUM_STEPS: Final = 20
 """An engine may make no progress for this many of its own steps, however short the timeout."""
-ASK_AFTER_S: Final = 5.0
-"""For engines of sealed nodes (`Supervision.ask_after_s`)."""
+PING_AFTER_S: Final = 5.0
+"""For engines of sealed nodes (`Supervision.ping_after_s`)."""
 STACKS_SIGNAL: Final = signal.SIGUSR2
 """An engine process writes the stacks of its threads to its front. A sealed node ignores this signal."""
 _STEP_DECAY: Final = 0.99
@@ -109,15 +109,15 @@ class IdleTimer:
         return self._timeout_s is not None and now - self._used_s >= self._timeout_s
 
 
-class RollCall:
-    """Says when an engine that others use too is asked whether it is there: requests of workers may wait for one that hangs,
-    and that has not said that it has them (`engine.sealed_channels`).
+class LivenessProbe:
+    """Says when an engine that others use too is pinged: requests of workers may wait for one that hangs, and that has not said
+    that it has them (`engine.sealed_channels`).
 
     Args:
-        after_s: time without a word; None: it is never asked.
+        after_s: time without a message of the engine; None: it is never pinged.
 
     Attributes:
-        is_open: it was asked, and has not answered.
+        is_open: it was pinged, and has not answered.
     """
 
     def __init__(self, after_s: float | None) -> None:
@@ -130,7 +130,7 @@ class RollCall:
         self._heard_s, self.is_open = now, False
 
     def look(self, now: float) -> bool:
-        """Returns whether it is to be asked now."""
+        """Returns whether it is to be pinged now."""
         if self._after_s is None or self.is_open or now - self._heard_s < self._after_s:
             return False
         self.is_open = True
@@ -175,8 +175,7 @@ class Supervision:
         restarts: its restart policy; None if it cannot be restarted.
         idle_timeout_s: an engine that can be restarted is ended when it had no request for this long, until there is one
             again; None keeps it.
-        ask_after_s: an engine that others use too is asked whether it is there when it has said nothing for so long; None: it
-            is not asked.
+        ping_after_s: an engine that others use too is pinged when it has said nothing for so long; None: never.
         watches: False: another process watches the engine and starts the next one; this one opens a channel to it when there is
             a request.
     """
@@ -186,5 +185,5 @@ class Supervision:
     look_every_s: float = 0.5
     restarts: Restarts | None = field(default_factory=Restarts)
     idle_timeout_s: float | None = None
-    ask_after_s: float | None = None
+    ping_after_s: float | None = None
     watches: bool = True

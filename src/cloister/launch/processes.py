@@ -79,13 +79,13 @@ def _make_client(
     kv_unit: KVUnit | None = None,
 ) -> EngineClient:
     from cloister.engine import EngineClient, ProcessTransport, Supervision
-    from cloister.engine.supervision import ASK_AFTER_S
+    from cloister.engine.supervision import PING_AFTER_S
 
     is_sealed = hardening.sealed() is not None
     transport = ProcessTransport(
         SEALED_ENGINE_ENTRY if is_sealed else ENGINE_ENTRY,
         supervision=Supervision(
-            idle_timeout_s=front.idle_timeout_s, ask_after_s=None if keep_listener is None else ASK_AFTER_S
+            idle_timeout_s=front.idle_timeout_s, ping_after_s=None if keep_listener is None else PING_AFTER_S
         ),
         log_format=front.log_format,
         spawn=partial(_start_sealed_engine, replica or 0) if is_sealed else None,

@@ -388,8 +388,8 @@ class CacheReply(msgspec.Struct, frozen=True, tag=True):
     places: list[CacheUsage]
 
 
-class RollCalled(msgspec.Struct, frozen=True, tag=True):
-    """Front to engine: say something, so that it is known that you run. The answer is a message of a step, or an empty one."""
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Front to engine: answer, to show that the engine's loop runs. The answer is the message of a step, or an empty one."""
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
@@ -438,7 +438,7 @@ FrontMessage = (
     | LoadAdapter
     | UnloadAdapter
     | InspectCache
-    | RollCalled
+    | Ping
     | Shutdown
 )
 EngineMessage = Ready | Failed | Outputs

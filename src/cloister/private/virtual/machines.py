@@ -47,7 +47,7 @@ EPOCH_S: Final = 1_750_000_000.0
 """Unix time when a run begins."""
 START_TIMEOUT_S: Final = 600.0
 LOOK_S: Final = 1.0
-ASK_S: Final = 15.0
+PING_S: Final = 15.0
 """A front looks at its engines, and asks one that is silent, more seldom than in production: most of a run is idle."""
 NUM_RESTARTS: Final = 20
 """More than faults and requests that kill can use up, so that no front gives an engine up."""
@@ -202,7 +202,7 @@ class NodeLife:
                 make.make_engine,
                 partial(self._keep_listener, index),
                 partial(make.watcher.note_message, self, index),
-                Supervision(look_every_s=LOOK_S, restarts=Restarts(max_restarts=NUM_RESTARTS), ask_after_s=ASK_S),
+                Supervision(look_every_s=LOOK_S, restarts=Restarts(max_restarts=NUM_RESTARTS), ping_after_s=PING_S),
                 make.shape.start_s,
             )
             for index in range(make.front.replicas)
