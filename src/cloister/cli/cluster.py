@@ -204,8 +204,8 @@ def _ask(
             return answer
         if reply.headers.get("content-type") == PROBLEM_MEDIA_TYPE:  # no path of a server that is not sealed answers so
             raise ConfigError(
-                f"{url} is a sealed node, which has no operator's interface, or its gateway or relay: nobody sees or drains its "
-                "engines; GET /health says how each is, and GET /metrics of the node",
+                f"{url} is a sealed node, which has no operator's interface, or its gateway or relay: nobody sees or drains "
+                "its engines; GET /health says how each is, and GET /metrics of the node",
                 param="url",
             )
         message = answer["error"]["message"]
