@@ -284,34 +284,33 @@ class Links:
 
 def test_a_pull_ends_in_whatever_its_threads_do() -> None:
     query = KVQuery("request", b"root", [b"key"], 0)
-    offer = KVOffer([KVEntry(0, b"key", (0,))], lambda _: [EntryContents(b"root", b"key", 0, (b"four",))], True)
 
-    async def stages(num_stages: int) -> tuple[list[bool | None], list[bool | None], int]:
-        """Returns what the source and the target hear if the pull is cancelled behind so many stages, and what stays open."""
-        links = Links()
+    async def stages(num_stages: int) -> tuple[list[bool | None], list[bool | None], int, int]:
+        """Returns what the source and the target hear if the pull is cancelled behind so many stages, how often KV is copied,
+        and what stays open."""
+        links, copied = Links(), list[Sequence[KVEntry]]()
+
+        def copy(entries: Sequence[KVEntry]) -> list[EntryContents]:
+            copied.append(entries)
+            return [EntryContents(b"root", b"key", 0, (b"four",))]
+
         links.target.pull(query, links.source.endpoint, 1.0)
-        demands, pulled = [], []
+        demands, pulled = list[bool | None](), list[bool | None]()
         for stage in range(10):
             if stage == num_stages:
                 links.target.cancel("request")
             await asyncio.sleep(0.01)
             await links.work()
             for demand in links.source.take_demands():
-                demands.append(demand)
+                demands.append(None if demand.query is None else True)
                 if demand.query is not None:
-                    links.source.offer(demand.peer, offer)
-            pulled += links.target.take_pulled()
-        return (
-            [each.query and True for each in demands],
-            [each.is_complete for each in pulled],
-            (links.source.num_open + links.target.num_open),
-        )
+                    links.source.offer(demand.peer, KVOffer([KVEntry(0, b"key", (0,))], copy, True))
+            pulled += [each.is_complete for each in links.target.take_pulled()]
+        return demands, pulled, len(copied), links.source.num_open + links.target.num_open
 
-    whole = run_virtually(stages(9))
-    assert whole == ([True, None], [None, True], 0)
+    assert run_virtually(stages(9)) == ([True, None], [None, True], 1, 0)
     heard = [run_virtually(stages(number)) for number in range(4)]
-    assert [each[0] for each in heard] == [[], [None], [True, None], [True, None]]  # none asks for what has ended
-    assert [each[1:] for each in heard] == [([], 0)] * 4
+    assert heard == [([], [], 0, 0), ([None], [], 0, 0), ([True, None], [], 0, 0), ([True, None], [], 1, 0)]
 
 
 def test_kv_of_two_requests_shares_the_way(tokenizer: Tokenizer) -> None:
