@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import os
-import signal
 import socket
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -230,26 +227,3 @@ def test_an_engine_that_was_not_reached_takes_no_request() -> None:
     info = ModelInfo(name="none", path="", max_model_len=8, vocab_size=8, eos_token_ids=())
     with pytest.raises(EngineError, match=NOT_STARTED):
         asyncio.run(complete(EngineClient(SealedWorkerTransport(Ready(info, [])), CONFIG), "a"))
-
-
-def test_an_idle_engine_that_is_stopped_is_replaced_and_the_next_worker_gets_its_answer() -> None:
-    """Its front has no request, and hears of none from an engine that says nothing."""
-
-    async def run() -> None:
-        config = replace(CONFIG, stall_timeout_s=4.0)
-        supervision = Supervision(look_every_s=0.1, first_step_timeout_s=4.0, ping_after_s=0.5)
-        process = EngineProcess(config=config, supervision=supervision)
-        await process.engine.start()
-        try:
-            expected = await complete(await process.link(), "before")
-            await asyncio.sleep(2.0)  # it is asked meanwhile, and answers
-            stopped = process.engine.pid
-            assert stopped is not None
-            assert process.engine.num_lost == 0
-            os.kill(stopped, signal.SIGSTOP)
-            assert await complete(await process.link(), "after") == expected
-            assert process.engine.pid != stopped
-        finally:
-            await process.close()
-
-    asyncio.run(run())
