@@ -97,8 +97,8 @@ def test_trailing_spaces_are_found_where_the_published_expression_finds_them(tmp
     for text in map("".join, itertools.product(parts, repeat=4)):
         assert ours.pre_tokenize_str(text) == published.pre_tokenize_str(text)
     ours_all = Tokenizer(tmp_path / "model")
-    for text in TEXTS.values():
-        assert ours_all.encode(text(60)) == library.encode(text(60), add_special_tokens=False).ids
+    for make in TEXTS.values():
+        assert ours_all.encode(make(60)) == library.encode(make(60), add_special_tokens=False).ids
 
 
 @pytest.mark.parametrize("num_letters", [99, 100, 101, 5000])
