@@ -93,6 +93,10 @@ def test_seeds_of_sealed_units_are_run_and_what_fails_is_made_small_and_runs_aga
     status, _, err = run(capsys, "--on", "local", "--scenario", str(path))
     assert status != 0
     assert "runs in virtual time only; leave --on out" in err
+    for option in ("--sealed", "--skip-impossible"):
+        status, _, err = run(capsys, option, "--scenario", str(path))
+        assert status != 0
+        assert f"leave {option} out" in err
 
 
 @contextlib.contextmanager

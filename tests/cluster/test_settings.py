@@ -137,6 +137,8 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
         ({"on": "ray", "ray_address": "nonsense"}, "ray_address nonsense is no address; give HOST:PORT"),
+        ({"on": "ray", "ray_address": "host:65536"}, "ray_address host:65536 is no address"),
+        ({"on": "ray", "ray_address": "fd00::1:6379"}, "ray_address fd00::1:6379 is no address"),
         ({"on": "ray", "ray_address": "ray://10.0.0.1:10001"}, "give HOST:PORT"),
         ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to shm,tls"),
         ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to shm,tls"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -91,3 +92,19 @@ def test_bench_lists_them_too(capsys: pytest.CaptureFixture[str]) -> None:
         main(["bench", "profile", "--quant", "int7", "--kv-tier-codec", "fine"])
     assert left.value.code == 1
     assert capsys.readouterr().err.startswith("error: 2 settings are wrong or refused:\n- unknown number format")
+
+
+def test_refusals_pass_from_one_process_to_another() -> None:
+    with pytest.raises(RefusedSettings) as refused:
+        resolve_settings({"quant": "int7", "kv_tier_codec": "fine"})
+    copy = pickle.loads(pickle.dumps(refused.value))
+    assert (str(copy), len(copy.refusals)) == (str(refused.value), 2)
+
+
+def test_an_engine_that_does_not_listen_reads_the_config_of_a_sealed_node(tmp_path: Path) -> None:
+    """`serve --sealed --config` starts the node; `LLM` and `bench` may read the same file."""
+    path = tmp_path / "node.toml"
+    path.write_text('release = "r"\n')
+    assert resolve_settings(config_file=path, listens=False).server.config.release == "r"
+    with pytest.raises(ConfigError, match="start one with --sealed"):
+        resolve_settings(config_file=path)

@@ -130,6 +130,6 @@ class EventRecorder:
             num_input_tokens=request.num_prompt_tokens,
             num_output_tokens=request.num_output_tokens,
             deliveries=tuple(request.deliveries),
-            num_cached_tokens=request.num_cached_tokens,
+            num_cached_tokens=max(request.num_cached_tokens, event.num_cached_tokens),  # with those found in the middle
             failure=None if answered else event.reason.value,
         )

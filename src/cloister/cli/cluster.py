@@ -243,6 +243,10 @@ def fuzz(
     """
     if on != "virtual" and scenario is None:
         raise ConfigError(f"--on {on} runs one scenario; name its file with --scenario", param="scenario")
+    if on == "virtual" and skip_impossible:
+        raise ConfigError("virtual time can do all of a scenario; leave --skip-impossible out, or add --on", param="on")
+    if sealed and scenario is not None:
+        raise ConfigError("a scenario's file says whether it is of a sealed unit; leave --sealed out", param="sealed")
     logging.disable(logging.CRITICAL)  # engines die by the thousand
     try:
         if scenario is not None and on != "virtual":

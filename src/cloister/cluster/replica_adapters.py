@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from typing import Any
 
 from cloister.engine.adapters import CHANGING
 from cloister.engine.client import EngineClient
@@ -30,7 +31,7 @@ class ReplicaAdapters:
         self.settle: Callable[[], Awaitable[None]] | None = None
         self._list_clients = list_clients
         self._changing: set[str] = set()
-        self._loading: set[asyncio.Task[AdapterInfo]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     @property
     def loaded(self) -> Mapping[str, AdapterInfo]:
@@ -45,13 +46,13 @@ class ReplicaAdapters:
         """Loads an adapter into one replica after another; if one cannot load it, or the call is cancelled, those before it
         unload it again."""
         loading = asyncio.create_task(self._load(name, path), name="loading of an adapter")
-        self._loading.add(loading)
-        loading.add_done_callback(self._end_load)
+        self._keep(loading)
         try:
             return await asyncio.shield(loading)
         except asyncio.CancelledError:
-            loading.cancel()  # it takes back what it has done, and until then no other call changes this name
-            raise
+            if not loading.cancel() and loading.exception() is None:  # it ended in the same turn
+                self._keep(asyncio.create_task(self.unload(name), name="unloading of an adapter that nobody waits for"))
+            raise  # else it takes back what it has done, and until then no other call changes this name
 
     async def _load(self, name: str, path: str) -> AdapterInfo:
         done: list[EngineClient] = []
@@ -69,8 +70,12 @@ class ReplicaAdapters:
     async def _take_back(self, name: str, done: Sequence[EngineClient]) -> None:
         await asyncio.gather(*(earlier.adapters.unload(name) for earlier in done), return_exceptions=True)
 
-    def _end_load(self, task: asyncio.Task[AdapterInfo]) -> None:
-        self._loading.discard(task)
+    def _keep(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._end)
+
+    def _end(self, task: asyncio.Task[Any]) -> None:
+        self._tasks.discard(task)
         if not task.cancelled():
             task.exception()  # who called may have gone
 

@@ -39,7 +39,7 @@ OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
 LOCAL: Final = "local"
 """Replicas are processes of this machine."""
-_RAY_ADDRESS: Final = re.compile(r"auto|[^/\s]+:\d+")
+_RAY_ADDRESS: Final = re.compile(r"auto|(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(\d{1,5})")
 DRAWN: Final = "capacity_random"
 """The router that nobody can steer."""
 SEALED_LINKS: Final = "sealed"
@@ -139,7 +139,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     refusals.extend(_check_replicas(server.config, engine.config))
     if server.config.replicas > 1 or server.config.prefill or server.config.decode or server.config.rebalance:
         refusals.extend(_check_roles(server.config))
-    if not server.config.sealed:
+    if listens and not server.config.sealed:
         refusals.extend(_check_unsealed(server.config))
     elif listens:
         engine = _resolve_sealed(engine, refusals)
@@ -357,7 +357,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
         yield from _check_unit(server)
     if server.on == LOCAL and server.ray_address is not None:
         yield ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
-    if server.ray_address is not None and not _RAY_ADDRESS.fullmatch(server.ray_address):
+    if server.ray_address is not None and not _is_ray_address(server.ray_address):
         yield ConfigError(
             f"ray_address {server.ray_address} is no address; give HOST:PORT, as `ray start --head` prints it, or auto",
             param="ray_address",
@@ -570,6 +570,11 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: S
             (None, f"native where it computes the model, else torch: {why}") if name == "native" else (name, why)
         )
     return engine.explain(**chosen)
+
+
+def _is_ray_address(address: str) -> bool:
+    found = _RAY_ADDRESS.fullmatch(address)
+    return found is not None and 0 < int(found[1] or "1") < 65536
 
 
 def _check_unsealed(server: ServerConfig) -> Iterator[CloisterError]:

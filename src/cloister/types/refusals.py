@@ -25,6 +25,9 @@ class RefusedSettings(ConfigError):
         super().__init__("\n".join((f"{len(refusals)} settings are wrong or refused:", *lines)), param=refusals[0].param)
         self.refusals = refusals
 
+    def __reduce__(self) -> tuple[type[RefusedSettings], tuple[tuple[CloisterError, ...]]]:
+        return type(self), (self.refusals,)  # so that it passes between processes
+
 
 class Refusals:
     """Collects refusals of settings. As a context, it raises at the end what was found.
