@@ -54,7 +54,7 @@ issuer_key=$(cloister log key issuer.test --role issuer --out issuer.key)
 cloister log trust --log "$log_key" --release "$release_key" --witness "${witness_keys[0]}" --witness "${witness_keys[1]}" \
   --issuer "http://127.0.0.1:$((port + 3))" --issuer-key "$issuer_key" > trust.json
 members=() ; for n in 4 5; do members+=(--member "$(cloister log key "node$n.test" --role node --out "node$n.key")"); done
-cloister log init log --key log.key
+cloister log init log --key log.key >/dev/null # it prints the log's public key, which trust.json has
 python -m pip freeze > lock.txt # a release that others rely on: cloister release lock WHEEL, which asks the package index
 path=$(python - "$model" <<'PY'
 import sys
@@ -87,6 +87,7 @@ for n in 4 5; do
     --member-key "node$n.key" "${serving[@]}" --port $((port + n))
   nodes+=(--node "http://127.0.0.1:$((port + n))")
 done
+echo "nodes start, which may take a minute; what they say is in node4.log and node5.log"
 for n in 4 5; do await "node$n" "http://127.0.0.1:$((port + n))/.well-known/cloister/evidence"; done
 run gateway cloister gateway --url "http://127.0.0.1:$((port + 6))" "${nodes[@]}" --relay-secrets relay.secret \
   --issuer-keys issuer-keys.json --spend-store "sqlite:///$PWD/spent.db" --log log --log-key log.key --trust trust.json \

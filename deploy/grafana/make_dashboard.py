@@ -115,6 +115,8 @@ ROWS: Final[tuple[tuple[str, tuple[Panel, ...]], ...]] = (
                   ((gauge("replica_requests"), "{{instance}} {{replica}}"),), stacked=True),
             Panel("KV cache of a replica", "Part of its KV blocks that sequences hold.",
                   ((gauge("replica_kv_cache_usage_perc"), "{{instance}} {{replica}}"),), "percentunit", maximum=1),
+            Panel("Restarts of engines", "Engines that were started in place of one that died or hung, in the last half hour.",
+                  ((f"increase(cloister_replica_restarts_total{{{HERE}}}[30m])", "{{instance}} {{replica}}"),)),
         ),
     ),
     (

@@ -107,6 +107,7 @@ def test_every_replica_gets_a_new_engine_and_no_request_is_lost(model_path: Path
     async def main() -> None:
         async with serving(model_path) as replicas:
             old = pids_of(replicas)
+            replicas._replicas[0].num_restarts = 2
             answers = await load(replicas, lambda n: make_request(prompts[n % 8], max_tokens=30), update(replicas))
             assert replicas.update_progress == UpdateProgress(2, 2, is_running=False)
             assert (replicas.action_counts()["update"], replicas.action_counts()["drain"]) == (1, 0)  # nobody drained any
@@ -116,6 +117,8 @@ def test_every_replica_gets_a_new_engine_and_no_request_is_lost(model_path: Path
             assert not set(old) & set(pids_of(replicas))
             assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "running"]
             assert [snapshot.pid for snapshot in replicas.snapshots()] == pids_of(replicas)
+            # counters go on, and an update is no restart
+            assert [snapshot.num_restarts for snapshot in replicas.snapshots()] == [2, 0]
 
     asyncio.run(main())
 

@@ -15,6 +15,7 @@ import httpx
 import pytest
 
 from cloister.engine import EngineClient, EngineCore, ProcessTransport, ThreadTransport
+from cloister.executor.adapters import plan_room
 from cloister.launch import ENGINE_ENTRY, build_engine, resolve_settings
 from cloister.policy import Credentials
 from cloister.types.config import EngineConfig, ServerConfig
@@ -370,3 +371,8 @@ def test_an_engine_that_is_started_again_has_its_adapters_again(model: Path, ada
             await engine.drain(1.0)
 
     asyncio.run(live())
+
+
+def test_a_folder_that_is_not_there_is_named_as_it_was_given() -> None:
+    with pytest.raises(ConfigError, match=r"--lora a=\./nope: there is no such folder; give the one"):
+        plan_room(EngineConfig(lora="a=./nope"))

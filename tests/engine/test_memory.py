@@ -19,7 +19,12 @@ NEED = MemoryNeed(weights_bytes=20 * MIB, kv_block_bytes=MIB // 4, activations_b
 
 
 def budget(
-    available_mib: float, *, max_model_len: int = 8192, max_num_seqs: int = 64, kv_memory_mb: float | None = None
+    available_mib: float,
+    *,
+    max_model_len: int = 8192,
+    max_num_seqs: int = 64,
+    kv_memory_mb: float | None = None,
+    whole_bytes: int | None = None,
 ) -> MemoryBudget:
     return budget_memory(
         NEED,
@@ -28,6 +33,7 @@ def budget(
         max_model_len=max_model_len,
         max_num_seqs=max_num_seqs,
         kv_memory_mb=kv_memory_mb,
+        whole_bytes=whole_bytes,
     )
 
 
@@ -83,6 +89,14 @@ def test_weights_that_do_not_fit_are_refused_with_what_is_needed() -> None:
         budget(100)
     needed = figure(r"give it (\d+) MiB", refusal)
     assert budget(needed + 1, max_model_len=16).num_blocks >= 1
+
+
+@pytest.mark.parametrize(("whole_mib", "is_enough"), [(600, True), (101, False)])
+def test_a_share_that_is_too_small_is_named_where_a_larger_one_is_enough(whole_mib: int, is_enough: bool) -> None:
+    with pytest.raises(MemoryBudgetError) as refusal:
+        budget(100, whole_bytes=whole_mib * MIB)
+    assert ("raise --memory-share, by which an engine may use a part of 600 MiB" in str(refusal.value)) == is_enough
+    assert ("give it" in str(refusal.value)) != is_enough
 
 
 def test_a_window_that_does_not_fit_is_refused_with_one_that_does() -> None:

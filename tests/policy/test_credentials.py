@@ -185,7 +185,7 @@ def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path: Path, monkeyp
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "replace", fail)
-    with pytest.raises(ConfigError, match="No space left"):
+    with pytest.raises(ConfigError, match="No space left on device; free some space, or name another file"):
         write_credentials(path, before.remove("cy"))
     assert read_credentials(path) == before
     assert [p.name for p in tmp_path.iterdir()] == ["keys.json"]

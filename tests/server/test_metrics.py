@@ -8,7 +8,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from cloister.engine.replica_snapshot import LengthErrors
+from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot
 from cloister.policy import CountRelease
 from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.events import Arrived, Drafting, Ended, KVLoaded, KVStored, Preempted, Progressed, Scheduled, Stepped
@@ -28,6 +28,7 @@ LABELS = {
     "phase",
     "position",
     "process",
+    "replica",
     "model_name",
     "fingerprint",
     "max_model_len",
@@ -227,6 +228,17 @@ def test_what_was_known_at_the_start_is_shown_as_it_is_now():
     assert any(name.startswith("cloister_model_info{") and "model_name=org/served" in name for name in shown)
     engine.good = False
     assert figures(metrics.render().decode())["cloister_engine_healthy"] == 0
+
+
+@pytest.mark.parametrize("num_restarts", [[2], [0, 3]], ids=["one engine", "two replicas"])
+def test_restarts_are_counted_for_each_engine_also_where_there_is_one(num_restarts):
+    engine = ScriptedEngine(says("x"))
+    engine.snapshots = lambda: [ReplicaSnapshot(index, num_restarts=count) for index, count in enumerate(num_restarts)]
+    lines = Metrics(EngineGauges(engine, "m")).render().decode().splitlines()
+    shown = [line for line in lines if line.startswith("cloister_replica_restarts_total{")]
+    assert shown == [
+        f'cloister_replica_restarts_total{{replica="{index}"}} {float(count)}' for index, count in enumerate(num_restarts)
+    ]
 
 
 def test_how_wrong_predicted_lengths_are_is_shown_where_anything_predicts_them():

@@ -132,7 +132,7 @@ def test_files_that_do_not_fit_are_named(tmp_path):
     other_cert, other_key = write_pair(tmp_path, "other")
     _, closed_key = write_pair(tmp_path, "closed", passphrase=b"secret")
     cases = [
-        (tmp_path / "none.pem", keyfile, r"certfile .*none\.pem cannot be read: no such file"),
+        (tmp_path / "none.pem", keyfile, r"certfile .*none\.pem cannot be read: .*; give --certfile a PEM file"),
         (certfile, tmp_path / "none.key", r"keyfile .*none\.key cannot be read: no such file"),
         (tmp_path, keyfile, "certfile .* cannot be read: is a directory"),
         (certfile, other_key, r"key in .*other\.key does not belong to the certificate in .*server\.pem"),

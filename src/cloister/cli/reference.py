@@ -21,7 +21,8 @@ HEAD = """# Command line
 This page is written by `python -m cloister.cli.reference` from the verbs and the configuration classes.
 
 Every verb has `--help`. Exit status: 0 done, 1 an error that says what to do, 2 wrong usage, 130 Ctrl-C. Results go to standard
-output, everything else to standard error; `--json` makes results readable by programs.
+output (those of `serve` are what was started, and its address), everything else to standard error; `--json` makes results
+readable by programs.
 
 `--help` shows what matters most, `--help-all` every option. `--install-completion` sets up completion for bash, zsh, fish and
 PowerShell.

@@ -81,6 +81,7 @@ class ReplicaStates:
         speeds: how long the steps of each take, compared with the others.
         avoids_slow: as above.
         num_routed_before: for each, how many requests it was given while it had earlier clients.
+        num_restarts_before: for each, how many engines were started anew while it had earlier clients.
         num_migrated: for each, how many running requests were moved to it.
         lengths: forecasts of lengths; None if nothing asks for them.
         copies: copies of hot prefixes; None if there are none.
@@ -110,6 +111,7 @@ class ReplicaStates:
         self.speeds = ReplicaSpeeds(num_replicas)
         self.avoids_slow = avoids_slow
         self.num_routed_before = [0] * num_replicas
+        self.num_restarts_before = [0] * num_replicas
         self.num_migrated = [0] * num_replicas
         self.lengths: LengthForecasts | None = None
         self.copies: PrefixCopies | None = None
@@ -144,6 +146,7 @@ class ReplicaStates:
             is_slow=self.speeds.is_slow(index),
             num_mismatches=self._verifier.num_mismatches[index],
             num_routed=self.num_routed_before[index] + own.num_routed,
+            num_restarts=self.num_restarts_before[index] + own.num_restarts,
             num_migrated=self.num_migrated[index],
             num_kv_loads=self._num_kv_loads[index],
             num_prefix_copies=0 if self.copies is None else self.copies.num_copies[index],

@@ -141,8 +141,9 @@ class ReplicaUpdates:
     def put_client(self, index: int, client: EngineClient) -> EngineClient:
         old, self._clients[index] = self._clients[index], client
         old.detach()
-        # the count of a replica goes on: a counter that falls hides requests from a reader who comes now and then
+        # the counts of a replica go on: a counter that falls hides requests from a reader who comes now and then
         self._states.num_routed_before[index] += old.snapshot().num_routed - client.snapshot().num_routed
+        self._states.num_restarts_before[index] += old.num_restarts - client.num_restarts
         self._connect(index, client)
         self._forget(index)
         self._verifier.odd.discard(index)

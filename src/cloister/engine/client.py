@@ -87,6 +87,7 @@ class EngineClient(RequestClient):
     Attributes:
         name: of its engine, in the log.
         num_lost: engines that ended and were not told to.
+        num_restarts: engines that were started in place of one that had died or hung.
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
         diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
@@ -109,6 +110,7 @@ class EngineClient(RequestClient):
         self.closed: str | None = NOT_STARTED
         self.name = "the engine"
         self.num_lost = 0
+        self.num_restarts = 0
         self.rescue: Callable[[InFlightRequest], bool] | None = None
         self.exchanges_kv = False
         self.kv_endpoint: str | None = None
@@ -243,6 +245,7 @@ class EngineClient(RequestClient):
             num_used_blocks=0 if step is None or self._requests.is_empty else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,
+            num_restarts=self.num_restarts,
             pid=self.pid,
         )
 
@@ -732,6 +735,7 @@ class EngineClient(RequestClient):
                 is_wanted = False
                 continue
             if not is_wanted and self._replaces:
+                self.num_restarts += 1
                 _logger.warning("%s runs again", self.name)
             calls, self._held_calls = self._held_calls, []
             for call in calls:

@@ -71,6 +71,7 @@ def budget_memory(
     num_drafts: int = 0,
     most_drafts: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
+    whole_bytes: int | None = None,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
 
@@ -85,6 +86,7 @@ def budget_memory(
         kv_memory_mb: size of the KV cache, states included.
         drafters_bytes: size of drafters without their KV, which `need` counts with each block.
         tier_bytes: size of a KV tier in memory.
+        whole_bytes: of which `available_bytes` are the part that --memory-share allows; None if nothing more is free.
         num_draft_rows: rows of vocabulary width that drafts need at once.
         num_drafts: most drafts of a step.
         most_drafts: most of one sequence.
@@ -106,7 +108,7 @@ def budget_memory(
             f"{_say('the KV tier', tier_bytes)}"
             f"activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
-            f"give it {_mib(available_bytes - left + need.kv_block_bytes)} or choose a smaller model",
+            f"{_say_how_to_get(available_bytes - left + need.kv_block_bytes, whole_bytes)} or choose a smaller model",
             param="model",
         )
     if kv_memory_mb is None:
@@ -255,6 +257,15 @@ def _find_figure(sizes: _GroupSizes, left: int, blocks_per_seq: int, *, is_more:
         if num_blocks >= blocks_per_seq and sizes.num_bytes(num_blocks) <= left:
             return f"{rounded:.{digits}f} or {'more' if is_more else 'less'}"
     return None
+
+
+def _say_how_to_get(needed_bytes: int, whole_bytes: int | None) -> str:
+    """Returns what to do for so much memory: a larger share of what is free, if that is enough."""
+    if whole_bytes is None or whole_bytes < needed_bytes:
+        return f"give it {_mib(needed_bytes)}"
+    return (
+        f"raise --memory-share, by which an engine may use a part of {_mib(whole_bytes)}, so that it is {_mib(needed_bytes)},"
+    )
 
 
 def _say(what: str, size_bytes: int) -> str:

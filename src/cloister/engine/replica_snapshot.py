@@ -60,6 +60,7 @@ class ReplicaSnapshot:
         is_standby: it gets no requests until another replica is lost.
         is_stopped: it has no engine or is about to have none, because fewer replicas are enough.
         num_promotions: how often it took the place of another one.
+        num_restarts: engines that were started in place of one of its own that had died or hung.
         pid: process id of its engine, if that is a process of this machine.
     """
 
@@ -90,6 +91,7 @@ class ReplicaSnapshot:
     is_standby: bool = False
     is_stopped: bool = False
     num_promotions: int = 0
+    num_restarts: int = 0
     pid: int | None = None
 
     def prefill_s(self, num_tokens: int, num_cached: int = 0) -> float:

@@ -52,6 +52,11 @@ def plan_room(config: EngineConfig) -> AdapterRoom | None:
     most = max(len(given), RUNTIME_SLOTS if config.runtime_adapters else 0)
     if config.max_loras is not None and len(given) > config.max_loras:
         raise ConfigError(f"lora names {len(given)} adapters, and max_loras is {config.max_loras}; raise it", param="max_loras")
+    for name, path in given:
+        if not Path(path).expanduser().is_dir():
+            raise ConfigError(
+                f"--lora {name}={path}: there is no such folder; give the one that PEFT's save_pretrained wrote", param="lora"
+            )
     rank = config.max_lora_rank or max([LEAST_RANK, *(read_rank(Path(path).expanduser()) for _, path in given)])
     return AdapterRoom(given, config.max_loras or most, rank)
 

@@ -98,11 +98,11 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
     groups = group_layers(model.spec, longest, need.recent_window) if need.kv_layer_bytes else []
     if drafters.names and groups and groups[0].window is not None:
         groups = _without_windows(groups)  # drafters keep KV of every position, with the block ids of the first group
+    free_bytes = machine.available_bytes if need.available_bytes is None else need.available_bytes
     budget = budget_memory(
         drafters.add_blocks(need),
-        available_bytes=int(
-            config.memory_share * (machine.available_bytes if need.available_bytes is None else need.available_bytes)
-        ),
+        available_bytes=int(config.memory_share * free_bytes),
+        whole_bytes=free_bytes,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
@@ -20,6 +21,19 @@ READABLE: Final = (
     "warning: without TLS, keys, prompts and answers cross the network readable; add --certfile and --keyfile, or put a proxy "
     "with TLS in front"
 )
+UNPROVED: Final = (
+    "warning: --attester software proves nothing: this machine's owner can read what the node is sent, and clients refuse it "
+    "unless they accept it with --accept-software; on confidential hardware start it with --attester sev-snp or tdx"
+)
+
+
+def is_unproved(config: ServerConfig) -> bool:
+    """Whether it is a sealed node that no hardware vouches for."""
+    if not config.sealed:
+        return False
+    from cloister.trust.attestation.software import SoftwareAttester
+
+    return config.attester == SoftwareAttester.kind
 
 
 def is_readable_on_the_way(config: ServerConfig) -> bool:
@@ -27,11 +41,16 @@ def is_readable_on_the_way(config: ServerConfig) -> bool:
     return config.certfile is None and not config.sealed and not is_loopback(config.host)
 
 
-def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
+def _warn(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def serve(settings: Settings, announce: Callable[[str], None] = print, warn: Callable[[str], None] = _warn) -> int:
     """Serves until SIGTERM or SIGINT; returns the exit status.
 
     Args:
         announce: called with each line about what was started and its memory.
+        warn: called with each line about what is not safe.
 
     Raises:
         CloisterError: a setting cannot be used or the model does not fit; the message says what to do.
@@ -47,7 +66,9 @@ def serve(settings: Settings, announce: Callable[[str], None] = print) -> int:
         gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)
     if is_readable_on_the_way(settings.server.config):
-        announce(READABLE)
+        warn(READABLE)
+    if is_unproved(settings.server.config):
+        warn(UNPROVED)
     open_server = open_model_switcher if settings.models else open_plain
     if settings.server.config.sealed and not settings.models:
         from cloister.launch.sealed import open_node

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import stat
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Final
 
 import msgspec
 
 from cloister.policy.credentials import Credentials
 from cloister.types.errors import ConfigError
 
+_FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _OTHERS = stat.S_IRWXG | stat.S_IRWXO
 
 
@@ -57,7 +60,8 @@ def write_credentials(path: Path, credentials: Credentials) -> None:
             os.unlink(temporary)
             raise
     except OSError as error:
-        raise ConfigError(f"cannot write the API key file {path}: {error.strerror}") from None
+        remedy = "free some space, or name another file" if error.errno in _FULL else "check the folder and who may write to it"
+        raise ConfigError(f"cannot write the API key file {path}: {error.strerror}; {remedy}; nothing was changed") from None
 
 
 @contextlib.contextmanager

@@ -100,7 +100,9 @@ def _check_readable(path: Path, setting: str) -> None:
             pass
     except OSError as error:
         raise ConfigError(
-            f"{setting} {path} cannot be read: {(error.strerror or 'unknown reason').lower()}", param=setting
+            f"{setting} {path} cannot be read: {(error.strerror or 'unknown reason').lower()}; "
+            f"give --{setting} a PEM file that the server's user may read",
+            param=setting,
         ) from None
 
 

@@ -43,8 +43,14 @@ class EngineGauges:
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
     def _replicas(self) -> Iterator[Metric]:
-        """Yields the load of each replica, where there are several."""
+        """Yields the restarts of each engine, and the load of each replica where there are several."""
         replicas = self._engine.snapshots()
+        restarts = CounterMetricFamily(
+            "cloister_replica_restarts", "Engines started in place of one that died or hung.", labels=("replica",)
+        )
+        for replica in replicas:
+            restarts.add_metric((str(replica.index),), replica.num_restarts)
+        yield restarts
         if len(replicas) < 2:
             return
         up = GaugeMetricFamily("cloister_replica_up", "1 while a replica accepts requests.", labels=("replica",))

@@ -95,7 +95,7 @@ def judge_report(findings: Findings, report: SnpReport, expected: bytes, policy:
         "vmpl",
         report.vmpl == 0,
         "the report was asked for at the guest's highest level (VMPL 0)",
-        f"the report was asked for at VMPL {report.vmpl}; whoever sits at VMPL 0 was not measured by it",
+        f"the report was asked for at VMPL {report.vmpl}; what runs at VMPL 0 was not measured by it",
     )
     _check_floor(findings, report, policy)
     kind, image, given = (
