@@ -306,6 +306,7 @@ def test_an_adapter_whose_load_is_cancelled_is_unloaded_everywhere(monkeypatch: 
     [
         "an_adapter_is_unloaded_while_it_is_loaded",
         "an_adapter_is_loaded_while_it_is_unloaded",
+        "a_load_fails_and_its_engine_goes_on",
         "a_deadline_comes_while_an_engine_starts",
     ],
 )

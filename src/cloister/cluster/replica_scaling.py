@@ -98,7 +98,7 @@ class ReplicaScaling:
         client, adapters = states.clients[index], list(self._adapters.loaded.values())
         begun_s = asyncio.get_running_loop().time()
         self._actions.note_addition(index)
-        client.adapters.start(adapters)
+        client.adapters.expect(adapters)
         states.stopped.discard(index)
         states.adding.add(index)
         try:

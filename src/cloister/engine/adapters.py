@@ -191,11 +191,22 @@ class AdapterCalls:
         self._has_started = False
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
-        """Called when an engine has started with these adapters."""
-        self._has_started = True
+        """Called when an engine has started with these adapters, or one that went on without its front has been reached again:
+        that one unloads what it loaded for a call that has failed meanwhile."""
         self._is_overdue = False
+        known = {adapter.name for adapter in loaded}
+        if self._has_started:
+            known = {*self.loaded, *self._leaving}
+            for adapter in loaded:
+                if adapter.name not in known and adapter.name not in self._late:
+                    self._take_back(adapter.name)
+        self.expect([adapter for adapter in loaded if adapter.name in known and adapter.name not in self._leaving])
+
+    def expect(self, loaded: Sequence[AdapterInfo]) -> None:
+        """Sets the adapters with which the next engine starts."""
+        self._has_started = True
         self.loaded.clear()
-        self.loaded.update((adapter.name, adapter) for adapter in loaded if adapter.name not in self._leaving)
+        self.loaded.update((adapter.name, adapter) for adapter in loaded)
 
     @property
     def is_changing(self) -> bool:
