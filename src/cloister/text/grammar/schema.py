@@ -170,7 +170,8 @@ def check_schema(schema: object, param: str) -> Any:
         num_patterns = _Places(checked).count_patterns()
     except (OverflowError, RecursionError):
         raise InvalidRequestError(
-            f"`{param}` is too large: its references, `allOf` and `anyOf` combine too many schemas; make it flatter.",
+            f"`{param}` is too large: its references, `allOf`, `anyOf` and `patternProperties` combine into too much; make it "
+            "flatter.",
             param=param,
             code="unsupported_schema",
         ) from None
@@ -201,7 +202,11 @@ def _find_anchors(root: object) -> dict[str, list[Mapping[str, Any]]]:
 
 _MAX_STEPS: Final = 100_000
 """Of counting patterns, which is refused beyond. A step is a schema at a place, or a name or position inside it; so many take
-a quarter of a second."""
+up to 0.4 s."""
+
+_STEPS_OF_A_PAIR: Final = 40
+"""Of two patterns of `patternProperties`: the library looks for a name that matches both, whenever it puts schemas together, in
+up to 0.3 ms. It was 6 s for 200 patterns."""
 
 _Terms = frozenset[Any]
 """What a value must fit at once: ids of schemas, and alternatives (a frozen set of such sets), of which it fits one."""
@@ -216,10 +221,22 @@ class _Demands:
         inside: terms of the values inside it, by the name of a property or the position of an item.
         names: terms of properties that are not in `inside`.
         items: terms of items that are not in `inside`.
+        num_kinds: entries of `patternProperties`.
+        num_merges: schemas that the library puts together for them.
     """
 
-    def __init__(self, num_patterns: int, inside: Mapping[str | int, _Terms], names: _Terms, items: _Terms) -> None:
+    def __init__(
+        self,
+        num_patterns: int,
+        inside: Mapping[str | int, _Terms],
+        names: _Terms,
+        items: _Terms,
+        num_kinds: int,
+        num_merges: int = 1,
+    ) -> None:
         self.num_patterns = num_patterns
+        self.num_kinds = num_kinds
+        self.num_merges = num_merges
         self.inside = inside
         self.names = names
         self.items = items
@@ -261,6 +278,7 @@ class _Places:
 
         A schema that leads back to itself at the same place ends there: that it holds twice demands no more.
         """
+        self._step(2)
         parts: list[_Demands] = []
         for term in sorted(terms, key=lambda term: not isinstance(term, int)):
             if isinstance(term, int):
@@ -296,7 +314,7 @@ class _Places:
             listed = self._name(*(entries[position] for entries in lists if position < len(entries)))
             inside[position] = listed | items if "additionalItems" in schema else listed
         self._step(1 + len(inside))
-        return _Demands(num_patterns, inside, names, items)
+        return _Demands(num_patterns, inside, names, items, len(schema.get("patternProperties", ())))
 
     def _add(self, parts: list[_Demands]) -> _Demands:
         """Returns what all of several demand together."""
@@ -311,8 +329,11 @@ class _Places:
                     inside[key] |= part.names if isinstance(key, str) else part.items
         names = _NOTHING.union(*(part.names for part in parts))
         items = _NOTHING.union(*(part.items for part in parts))
-        self._step(sum(len(part.inside) for part in parts))
-        return _Demands(sum(part.num_patterns for part in parts), inside, names, items)
+        num_kinds, num_merges = sum(part.num_kinds for part in parts), len(parts)
+        for part in parts:
+            num_merges = min(num_merges * part.num_merges, _MAX_STEPS)
+        self._step(sum(len(part.inside) for part in parts) + num_kinds * (num_kinds - 1) * num_merges * _STEPS_OF_A_PAIR // 2)
+        return _Demands(sum(part.num_patterns for part in parts), inside, names, items, num_kinds, num_merges)
 
     def _choose(self, parts: list[_Demands]) -> _Demands:
         """Returns what one of several demands, whichever it is."""
@@ -322,8 +343,14 @@ class _Places:
             for key, terms in part.inside.items():
                 inside.setdefault(key, set(names if isinstance(key, str) else items)).add(terms)
         self._step(sum(len(part.inside) for part in parts) + len(inside) * (len(names) + len(items)))
-        most = max(part.num_patterns for part in parts)
-        return _Demands(most, {key: _unite(found) for key, found in inside.items()}, _unite(names), _unite(items))
+        return _Demands(
+            max(part.num_patterns for part in parts),
+            {key: _unite(found) for key, found in inside.items()},
+            _unite(names),
+            _unite(items),
+            max(part.num_kinds for part in parts),
+            sum(part.num_merges for part in parts),
+        )
 
     def _name(self, *schemas: object) -> _Terms:
         """Returns the terms of schemas that hold at once. What only refers is what it refers to, so that it is read once."""
