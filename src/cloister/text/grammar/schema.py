@@ -357,7 +357,7 @@ class _Places:
         found = set()
         for schema in schemas:
             if isinstance(schema, Mapping):
-                while schema.keys() == {"$ref"} and len(targets := self._find_targets(schema)) == 1:
+                while len(schema) == 1 and "$ref" in schema and len(targets := self._find_targets(schema)) == 1:
                     self._step(1)
                     schema = targets[0]
                 self._schemas[id(schema)] = schema
