@@ -412,6 +412,10 @@ def test_whatever_is_sent_is_refused_or_followed(compiler, tokenizer, schema):
 HARD = [f"(a|b)*a(a|b){{{i}}}$" for i in range(1, 19)]
 
 
+def hard(number: int) -> dict[str, object]:
+    return {"type": "string", "pattern": HARD[number]}
+
+
 @pytest.mark.parametrize(
     "schema",
     [
@@ -423,12 +427,132 @@ HARD = [f"(a|b)*a(a|b){{{i}}}$" for i in range(1, 19)]
             "type": "string",
             "allOf": [{"$ref": f"#a%3{i}" if i < 10 else f"#a{i}"} for i in range(18)],
         },
+        {
+            "$defs": {
+                **{f"d{i}": {"$anchor": f"a{i}", "pattern": HARD[i]} for i in range(18)},
+                "z": {"const": [{"$anchor": f"a{i}"} for i in range(18)]},
+            },
+            "type": "string",
+            "allOf": [{"$ref": f"#a{i}"} for i in range(18)],
+        },
+        {
+            "$defs": {
+                **{f"p{i}": {**hard(i), "items": {"$ref": f"#/$defs/q{i}"}} for i in range(18)},
+                **{f"q{i}": {"$ref": f"#/$defs/p{i}"} for i in range(18)},
+            },
+            "properties": {
+                "a": {"anyOf": [{"$ref": f"#/$defs/p{i}"} for i in range(18)]},
+                "b": {"allOf": [{"$ref": f"#/$defs/q{i}"} for i in range(18)]},
+            },
+            "required": ["b"],
+        },
+        {
+            "$defs": {
+                f"d{i}": {**hard(i), **({"$ref": f"#/$defs/d{i + 1}", "title": "t"} if i < 17 else {})} for i in range(18)
+            },
+            "$ref": "#/$defs/d0",
+        },
+        {
+            "$defs": {f"d{i}": {"properties": {"v": hard(i), "next": {"$ref": f"#/$defs/d{i}"}}} for i in range(18)},
+            "allOf": [{"$ref": f"#/$defs/d{i}"} for i in range(18)],
+        },
+        {"type": "string", "allOf": [{"anyOf": [{"anyOf": [hard(i)]}, {"type": "null"}]} for i in range(18)]},
+        {"type": "string", "allOf": [{"oneOf": [hard(i), {"type": "null"}]} for i in range(18)]},
+        {"allOf": [{"items": hard(i)} if i % 2 else {"prefixItems": [{}, hard(i)]} for i in range(18)]},
+        {
+            "allOf": [
+                {"items": [hard(i)]} if i % 2 else {"items": [{}], "additionalItems": hard(i), "prefixItems": [hard(i)]}
+                for i in range(18)
+            ]
+        },
+        {"allOf": [{"properties": {"x": hard(i)}} if i % 2 else {"additionalProperties": hard(i)} for i in range(18)]},
+        {"allOf": [{"properties": {"x": hard(i)}} if i % 2 else {"patternProperties": {"^x": hard(i)}} for i in range(18)]},
+        {"allOf": [{"additionalProperties": hard(i)} if i % 2 else {"patternProperties": {"^x": hard(i)}} for i in range(18)]},
+        {"allOf": [{"properties": {"x": {"items": {"properties": {"y": hard(i)}}}}} for i in range(18)]},
+        {
+            "allOf": [
+                {"anyOf": [{"properties": {"x": {"anyOf": [hard(i), {"const": 1}]}}}, {"properties": {"z": {}}}]}
+                for i in range(9)
+            ]
+        },
     ],
-    ids=["together", "in properties of one name", "by reference", "by anchor"],
-)
+    ids=[
+        "together", "in properties of one name", "by reference", "by anchor", "by anchors that constants have too",
+        "in a cycle that was counted before it was known", "beside references", "in lists that go on", "in unions",
+        "in exclusive unions", "in items", "in listed items", "in further properties", "in properties by pattern",
+        "in further properties by pattern", "deep inside", "in properties of unions",
+    ],
+)  # fmt: skip
 def test_many_patterns_at_once_are_refused_and_not_searched_for_minutes(schema):
     with pytest.raises(InvalidRequestError, match="match 8 patterns and formats at once"):
         check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+def test_many_patterns_at_once_are_refused_in_a_schema_inside_a_grammar_too():
+    schema = {
+        "$defs": {f"d{i}": {**hard(i), "items": {"$ref": f"#/$defs/d{i}"}} for i in range(18)},
+        "anyOf": [{"$ref": "#/$defs/d0/items"}, {"allOf": [{"$ref": f"#/$defs/d{i}/items"} for i in range(18)]}],
+    }
+    with pytest.raises(InvalidRequestError, match="match 8 patterns and formats at once"):
+        check_grammar(Grammar(GrammarKind.LARK, f"start: %json {json.dumps(schema)}"), "grammar")
+
+
+def dated(*names: str) -> dict[str, object]:
+    return {"type": "object", "properties": {name: {"type": "string", "format": "date-time"} for name in names}}
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [dated("created"), dated("updated"), dated("due")]},
+        {
+            "$defs": {
+                "a": dated("created", "updated"),
+                "b": {"allOf": [{"$ref": "#/$defs/a"}, dated("due", "seen")]},
+                "c": {"allOf": [{"$ref": "#/$defs/b"}, dated("paid", "sent")]},
+            },
+            "allOf": [{"$ref": "#/$defs/c"}, {"$ref": "#/$defs/a"}, dated("closed")],
+        },
+        {"allOf": [dated("created") for _ in range(7)]},
+        {"allOf": [{"type": "array", "prefixItems": [{} for _ in range(i)] + [hard(i)]} for i in range(9)]},
+        {"anyOf": [{"properties": {"x": hard(i), "n": {"const": i}}, "required": ["n"]} for i in range(18)]},
+        {
+            "$defs": {"n": {"anyOf": [{"properties": {"v": hard(i), "n": {"$ref": "#/$defs/n"}}} for i in range(18)]}},
+            "properties": {f"p{i}": {"$ref": "#/$defs/n"} for i in range(100)},
+        },
+    ],
+    ids=["merged", "inherited", "repeated", "at other positions", "in a union", "in a recursive union"],
+)
+def test_patterns_that_do_not_meet_in_one_text_do_not_add_up(schema):
+    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {
+            "$defs": {
+                **{f"d{i}": {"anyOf": [{"allOf": [{"$ref": f"#/$defs/d{i + 1}"}]} for _ in range(2)]} for i in range(30)},
+                "d30": {},
+            },
+            "$ref": "#/$defs/d0",
+        },
+        {"patternProperties": {f"(a|b)*a(a|b){{6}}x{{{i}}}$": {} for i in range(1, 200)}},
+        {
+            "$defs": {"d": {"patternProperties": {f"(a|b)*a(a|b){{6}}x{{{i}}}$": {} for i in range(1, 9)}}},
+            "allOf": [{"$ref": "#/$defs/d"} if i % 2 else {"title": str(i), "minProperties": 0} for i in range(2000)],
+        },
+    ],
+    ids=["unions of unions", "patterns of names", "patterns of names again and again"],
+)
+def test_what_multiplies_is_refused_at_once(schema):
+    with pytest.raises(InvalidRequestError, match="combine into too much"):
+        check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps(schema)), "schema")
+
+
+def test_a_few_patterns_of_names_are_taken():
+    kinds = {"patternProperties": {f"^{i}_": {} for i in range(20)}, "additionalProperties": False}
+    check_grammar(Grammar(GrammarKind.JSON_SCHEMA, json.dumps({"properties": {f"p{i}": kinds for i in range(10)}})), "schema")
 
 
 def test_many_patterns_of_different_texts_and_dates_are_taken():
@@ -443,12 +567,37 @@ def test_many_patterns_of_different_texts_and_dates_are_taken():
         " & ".join(f"/{pattern[:-1]}/" for pattern in HARD),
         "~(" + " | ".join(f"~/{pattern[:-1]}/" for pattern in HARD) + ")",
         '/"/ & A & B & "c" & A & B & A & B & A & B & A',
-        '/a\\\\/ "" "/ & A & B & A & B & A & B & A & B & A & "x"',
+        '/a\\\\/ & "/" & A & B & A & "\\"" & A & B & A & B & A & "x"',
+        '/[&~]/ & A // "\n & B & A # "\n & B & A /* & */ & B & A & B & A & B',
     ],
 )
 def test_many_intersections_of_a_grammar_are_refused(terminal):
     with pytest.raises(InvalidRequestError, match="8 of the signs"):
         check_grammar(Grammar(GrammarKind.LARK, f'start: X\nA: "a"\nB: "b"\nX: {terminal}'), "grammar")
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        'start: D~4 "-" D~2 "-" D~2 "T" D~2 ":" D~2 ":" D~2 "." D~1..9 "+" D ~ 2 ":" D~2 "!" D~1\nD: /[0-9]/',
+        "start: X\nX: /[A-Za-z0-9._~:?#@!$&'()*+,;=%-]+&[&~]*&[&~]*&[&~]*&[&~]*/",
+        'start: "a" // & & & & & & & & & ~\n# & & & & & & & & & ~',
+        'start: "/" "&&&&&&&&&" "/"',
+        "root ::= " + " ".join("[^&<]*" for _ in range(9)),
+    ],
+    ids=["repetitions", "regular expressions", "comments", "a text between slashes", "classes in llama.cpp's notation"],
+)
+def test_signs_that_join_nothing_are_as_many_as_one_likes(source):
+    check_grammar(Grammar(GrammarKind.LARK, source), "grammar")
+
+
+@pytest.mark.parametrize(
+    ("regex", "good", "bad"), [("a&b", "a&b", "ab"), ("a~b", "a~b", "ab"), ("[&~]+", "&~", "a"), ("~(a)", "~a", "b")]
+)
+def test_signs_in_regular_expressions_of_a_grammar_are_letters(compiler, tokenizer, regex, good, bad):
+    grammar = check_grammar(Grammar(GrammarKind.LARK, f"start: X\nX: /{regex}/"), "grammar")
+    assert fits(compiler, tokenizer, grammar, good)
+    assert not fits(compiler, tokenizer, grammar, bad)
 
 
 def test_signs_in_texts_of_a_grammar_are_no_intersections():
@@ -470,6 +619,26 @@ def test_signs_in_texts_of_a_grammar_are_no_intersections():
 def test_a_schema_inside_a_grammar_is_held_to_what_a_schema_is(inside, match):
     with pytest.raises(InvalidRequestError, match=match):
         check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json {inside}'), "grammar")
+
+
+@pytest.mark.parametrize("space", ["", " ", "\n", "\r\n", "\t \r\n\r\n"])
+def test_a_schema_inside_a_grammar_may_be_on_a_line_of_its_own(compiler, tokenizer, space):
+    grammar = check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json{space}{{"const": true}}\r\n'), "grammar")
+    assert fits(compiler, tokenizer, grammar, "atrue")
+    with pytest.raises(InvalidRequestError, match="not enforced here"):
+        check_grammar(Grammar(GrammarKind.LARK, f'start: "a" %json{space}{{"not": {{}}}}\r\n'), "grammar")
+
+
+def test_a_directive_in_a_text_or_comment_of_a_grammar_is_none(compiler, tokenizer):
+    source = 'start: "%json" X // as %json does\nX: /%json x/ # %json\n'
+    grammar = check_grammar(Grammar(GrammarKind.LARK, source), "grammar")
+    assert fits(compiler, tokenizer, grammar, "%json%json x")
+
+
+@pytest.mark.parametrize("before", ['"\\""', '/"/', '/\\/"/', '"//" "#"', '// "\n'], ids=repr)
+def test_no_schema_hides_behind_what_looks_like_a_text(before):
+    with pytest.raises(InvalidRequestError, match="not enforced here"):
+        check_grammar(Grammar(GrammarKind.LARK, f'start: {before} %json {{"not": {{}}}} "x"'), "grammar")
 
 
 def test_schemas_inside_a_grammar_are_followed(compiler, tokenizer):

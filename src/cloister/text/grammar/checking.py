@@ -31,10 +31,19 @@ _DECODER: Final = json.JSONDecoder()
 _GBNF: Final = re.compile(r"^[^\S\n]*root[^\S\n]*::=", re.MULTILINE)
 _CONVERTED: Final = "%llguidance {}"
 _DIRECTIVE: Final = re.compile(r"^[^\S\n]*%(?!ignore\b|json\b|regex\b|override\b|extend\b)", re.MULTILINE)
-_TOKEN: Final = re.compile(r'//[^\n]*|\#[^\n]*|"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\])+/', re.DOTALL)
+_TOKEN: Final = re.compile(
+    r"""
+    (?P<text> //[^\n]* | \#[^\n]* | "(?:\\.|[^"\\\n])*" | /(?:\\.|[^/\\])+/ | <[^<>\s]+> | ~[ \t]*[+-]?[0-9] )
+    | %(?P<directive> json | regex | llguidance )[ \t\r\n]*
+    | (?P<sign> [&~] )
+    """,
+    re.VERBOSE | re.DOTALL,
+)
+"""What the signs of a grammar are read by, as the library does from its start on: comments, texts, regular expressions, names
+of special tokens and repetitions (`D~4`), in which a sign is none; JSON behind a directive; signs."""
 MAX_SIGNS: Final = 8
-"""Signs `&` and `~` of a grammar: what compiling their terminals takes doubles with each, and was over 40 s for 16 of them."""
-_JSON: Final = re.compile(r"%json\b[ \t\n]*")
+"""Signs `&` (and) and `~` (not) of a grammar: what compiling their terminals takes doubles with each, and was over 40 s for
+16 of them."""
 MAX_SCHEMAS_IN_GRAMMAR: Final = 16
 _COMPLAINTS: Final[tuple[tuple[str, str], ...]] = (
     ("look-around", "looks around, which is not supported; write what has to be there instead"),
@@ -106,37 +115,43 @@ def _check_lark(source: str, param: str) -> str:
             raise _error(param, "is no grammar in llama.cpp's notation that can be converted; write it in Lark's") from None
     if _DIRECTIVE.search(source):
         raise _error(param, "has a directive that is not taken here; of those that begin with %, use %ignore and %json")
-    if sum(sign in "&~" for sign in _TOKEN.sub(_leave_out_text, source)) > MAX_SIGNS:
-        raise _error(param, f"is too large: it may have {MAX_SIGNS} of the signs & and ~ outside of texts; say the same with |")
-    return _check_schemas_inside(source, param)
+    return _check_tokens(source, param)
 
 
-def _leave_out_text(found: re.Match[str]) -> str:
-    """A text that has a slash stays: the library could have read a regular expression in it, and more of the grammar behind."""
-    token = found[0]
-    return "" if token.startswith('"') and "/" not in token else token
+def _check_tokens(source: str, param: str) -> str:
+    """Returns a grammar whose signs are few and whose JSON schemas are checked as those of requests are.
 
-
-def _check_schemas_inside(source: str, param: str) -> str:
-    """Returns a grammar whose JSON schemas are checked as those of requests are: their limits are those of the library's work.
-
-    The library reads a schema wherever it finds `%json`; so no such text is left that was not checked.
+    Their limits are those of the library's work. It reads the same tokens, or none at all: where one that began here does not
+    end, it ends with an error.
     """
-    parts, at = [], 0
-    for number, found in enumerate(_JSON.finditer(source)):
-        if found.start() < at:
-            continue  # in a text of the schema before it
+    parts, at, kept = [], 0, 0
+    num_signs = num_schemas = 0
+    while found := _TOKEN.search(source, at):
+        at = found.end()
+        num_signs += found["sign"] is not None
+        if num_signs > MAX_SIGNS:
+            raise _error(
+                param,
+                f"is too large: it may have {MAX_SIGNS} of the signs & (and) and ~ (not) outside of texts, regular expressions "
+                "and comments; say the same with |",
+            )
+        if found["directive"] is None:
+            continue
         try:
-            schema, end = _DECODER.raw_decode(source, found.end())
+            schema, at = _DECODER.raw_decode(source, at)
         except (ValueError, RecursionError):
-            raise _error(param, "has `%json` without a schema behind it, as a JSON object") from None
+            what = "a schema behind it, as a JSON object" if found["directive"] == "json" else "JSON behind it"
+            raise _error(param, f"has `%{found['directive']}` without {what}") from None
+        if found["directive"] != "json":
+            continue
         if not isinstance(schema, dict):
             raise _error(param, "has `%json` without a schema behind it, as a JSON object")
-        if number >= MAX_SCHEMAS_IN_GRAMMAR:
+        num_schemas += 1
+        if num_schemas > MAX_SCHEMAS_IN_GRAMMAR:
             raise _error(param, f"is too large: it may have {MAX_SCHEMAS_IN_GRAMMAR} schemas behind `%json`")
-        parts += [source[at : found.start()], "%json ", json.dumps(check_schema(schema, param))]
-        at = end
-    return "".join([*parts, source[at:]])
+        parts += [source[kept : found.start()], "%json ", json.dumps(check_schema(schema, param))]
+        kept = at
+    return "".join([*parts, source[kept:]])
 
 
 def _check_filled(source: str, param: str) -> str:
