@@ -22,7 +22,7 @@ class Adapters:
     async def load(self, name: str, path: str) -> AdapterInfo:
         self.answer = asyncio.get_running_loop().create_future()
         await self.answer
-        self.loaded[name] = AdapterInfo(name, "digest", path)
+        self.loaded[name] = AdapterInfo(name=name, digest="digest", path=path, rank=1)
         return self.loaded[name]
 
     async def unload(self, name: str) -> None:
@@ -37,8 +37,9 @@ def test_a_load_that_is_cancelled_just_as_it_ends_stays_in_all_replicas_or_in_no
         adapters = ReplicaAdapters(lambda: clients)
         call = asyncio.create_task(adapters.load("a", "path"))
         for replica in reversed(replicas):  # the first one is the last
-            while replica.answer is None:
+            for _ in range(8):
                 await asyncio.sleep(0)
+            assert replica.answer is not None
             replica.answer.set_result(None)
         for _ in range(turns):
             await asyncio.sleep(0)
