@@ -274,7 +274,9 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        ended_s = self._now() - self._late_s  # with the requests that its keys opened, also if this node's clock was set meanwhile
+        ended_s = (
+            self._now() - self._late_s
+        )  # with the requests that its keys opened, also if this node's clock was set meanwhile
         valid = [one.members for one in self._stated if one.opens_until_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
