@@ -229,7 +229,11 @@ def test_an_engine_that_loads_an_adapter_for_a_call_that_was_cancelled_is_not_re
             await asyncio.sleep(0.1)
             loading.cancel()
             await asyncio.gather(loading, return_exceptions=True)
-            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            while not waiting.done():
+                assert engine.health().good
+                await asyncio.sleep(0.05)
+            assert reasons(await waiting) == [FinishReason.LENGTH]
             assert engine.pid == first
 
     run(main())

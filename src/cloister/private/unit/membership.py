@@ -200,7 +200,7 @@ class UnitLeader:
         self._members = [_Member(index, address) for index, address in enumerate(addresses, 1)]
         self._verifier = verifier
         self._num_engines = num_engines
-        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s
+        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s  # this clock may be set by a little, and that of the keys is not
         self._on_pair, self._on_lost = on_pair, on_lost
         self._now = now
         self._times = times
@@ -274,9 +274,7 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        ended_s = (
-            self._now() - self._late_s
-        )  # with the requests that its keys opened, also if this node's clock was set meanwhile
+        ended_s = self._now() - self._late_s  # with the requests that its keys opened
         valid = [one.members for one in self._stated if one.opens_until_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
