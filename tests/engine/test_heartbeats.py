@@ -38,13 +38,25 @@ def test_one_that_does_not_answer_is_late_after_a_few_seconds_and_gets_no_second
 
 def test_what_passes_extends_the_time_by_no_more_than_a_slow_network_takes() -> None:
     heartbeat = Heartbeat()
-    heartbeat.note_passed(4 * SLOWEST_BYTES_S)  # a long prompt, ahead of the heartbeat
+    heartbeat.note_sent(4 * SLOWEST_BYTES_S)  # a long prompt, ahead of the heartbeat
     send_one(heartbeat)
-    heartbeat.note_passed(4 * SLOWEST_BYTES_S)
+    heartbeat.note_received(4 * SLOWEST_BYTES_S)
     assert LATE_S + 8 <= looks_until_late(heartbeat) <= LATE_S + 8 + LOOK_S
     heartbeat.note_answer()
     send_one(heartbeat)
     assert looks_until_late(heartbeat) <= LATE_S + LOOK_S
+
+
+def test_what_was_written_while_an_answer_was_awaited_is_ahead_of_the_next_heartbeat() -> None:
+    heartbeat = Heartbeat()
+    send_one(heartbeat)
+    heartbeat.note_sent(8 * SLOWEST_BYTES_S)  # a long prompt, behind the heartbeat
+    heartbeat.note_answer()
+    send_one(heartbeat)
+    assert LATE_S + 8 <= looks_until_late(heartbeat) <= LATE_S + 8 + LOOK_S
+    heartbeat.note_answer()
+    send_one(heartbeat)
+    assert looks_until_late(heartbeat) <= LATE_S + LOOK_S, "the prompt has passed before the second answer"
 
 
 def test_a_drip_is_no_answer() -> None:
@@ -52,7 +64,7 @@ def test_a_drip_is_no_answer() -> None:
     send_one(heartbeat)
     while not heartbeat.is_late:
         heartbeat.look()
-        heartbeat.note_passed(100)  # a token at each look
+        heartbeat.note_received(100)  # a token at each look
         num_looks += 1
     assert num_looks * LOOK_S <= LATE_S + LOOK_S
 
@@ -78,7 +90,7 @@ def test_an_engine_waits_for_what_it_sends_over_a_slow_network() -> None:
         num_bytes = int(SLOWEST_BYTES_S * LOOK_S)
         silence.note_sent(num_bytes)
         silence.look()
-        heartbeat.note_passed(num_bytes)
+        heartbeat.note_received(num_bytes)
         heartbeat.look()
         assert not heartbeat.is_late
         assert not silence.is_long

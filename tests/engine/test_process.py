@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import itertools
 import logging
 import os
 import signal
@@ -214,6 +215,54 @@ def test_an_engine_that_loads_an_adapter_for_long_is_not_replaced(model_path: Pa
             assert (await loading).name == "ann"
             assert reasons(await waiting) == [FinishReason.LENGTH]
             assert engine.pid == first
+
+    run(main())
+
+
+def test_an_engine_that_loads_an_adapter_for_a_call_that_was_cancelled_is_not_replaced(model_path: Path) -> None:
+    async def main() -> None:
+        supervision = Supervision(look_every_s=0.05)
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=0.5) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            loading = asyncio.create_task(engine.adapters.load("ann", "somewhere"))
+            await asyncio.sleep(0.1)
+            loading.cancel()
+            await asyncio.gather(loading, return_exceptions=True)
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            while not waiting.done():
+                assert engine.health().good
+                await asyncio.sleep(0.05)
+            assert reasons(await waiting) == [FinishReason.LENGTH]
+            assert engine.pid == first
+
+    run(main())
+
+
+def test_an_engine_that_answers_no_call_is_replaced_though_loads_are_cancelled_again_and_again(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "CALL_TIMEOUT_S", 0.5)
+
+    async def main() -> None:
+        supervision = Supervision(look_every_s=0.05)
+        async with serving(model_path, "build_loading", supervision, stall_timeout_s=1.0) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            assert first is not None
+            os.kill(first, signal.SIGSTOP)
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            for number in itertools.count():
+                if waiting.done():
+                    break
+                loading = asyncio.create_task(engine.adapters.load(f"ann{number}", "somewhere"))
+                await asyncio.sleep(0.1)
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+                if engine.pid != first:
+                    break  # the next engine would load, and not answer the request
+            assert reasons(await waiting) == [FinishReason.LENGTH]
+            assert engine.pid != first
 
     run(main())
 

@@ -123,6 +123,7 @@ def test_a_captured_worker_gets_a_bounded_number_of_channels_and_one_that_reads_
                 os.close(descriptor)
         assert [message for message, _ in given] == [b"+"] * 5 + [last]
         assert [len(descriptors) for _, descriptors in given] == [1] * 5 + [0]
+        assert len(engines.ends) == 6, "none is opened that nobody gets: five and one"
 
 
 @pytest.mark.parametrize("limit", ["ASKS", "CHANNELS"])

@@ -10,6 +10,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from functools import partial
+from typing import Any
 
 import pytest
 
@@ -61,9 +62,13 @@ class Tap:
         self.change: Callable[[int, int, bytes], bytes | None] = lambda connection, direction, data: data
         self.holds_ends = False
         self._port = port
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[Any]] = set()
 
     async def accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)  # the loop forgets it once its first connection has ended, though it waits for the other one
+        task.add_done_callback(self._tasks.discard)
         number = len(self.heard)
         self.heard.append((bytearray(), bytearray()))
         far_reader, far_writer = await asyncio.open_connection("127.0.0.1", self._port)

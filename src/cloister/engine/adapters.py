@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Final, Protocol
 
 from cloister.engine.calls import EngineCalls
+from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import (
     CloisterError,
     ConfigError,
@@ -170,6 +171,7 @@ class AdapterCalls:
         send: passes a message to the engine.
         is_used: whether an open request uses the adapter of this digest.
         are_fixed: the engine will refuse to unload any.
+        clock: tells for how long the engine has not answered.
 
     Attributes:
         loaded: name -> adapter, for all adapters that a request may use.
@@ -177,7 +179,12 @@ class AdapterCalls:
     """
 
     def __init__(
-        self, send: Callable[[FrontMessage], None], is_used: Callable[[str], bool], *, are_fixed: bool = False
+        self,
+        send: Callable[[FrontMessage], None],
+        is_used: Callable[[str], bool],
+        *,
+        are_fixed: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         self.loaded: dict[str, AdapterInfo] = {}
         self.is_used = is_used
@@ -187,13 +194,15 @@ class AdapterCalls:
         self._late: set[str] = set()
         self._loading: set[str] = set()
         self._calls: EngineCalls[AdapterReply] = EngineCalls(send)
+        self._clock = clock or WallClock()
+        self._heard_s = self._clock.now()
         self._is_overdue = False
         self._has_started = False
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
         """Called when an engine has started with these adapters, or one that went on without its front has been reached again:
         that one unloads what it loaded for a call that has failed meanwhile."""
-        self._is_overdue = False
+        self._note_answer()
         known = {adapter.name for adapter in loaded}
         if self._has_started:
             known = {*self.loaded, *self._leaving}
@@ -215,8 +224,10 @@ class AdapterCalls:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine is loading an adapter, so it makes no step; False once a call has timed out."""
-        return bool(self._loading) and not self._is_overdue
+        """Whether the engine is loading an adapter, so it makes no step: also one that a cancelled call asked for. False once a
+        call has timed out, or the engine has answered none for as long."""
+        is_overdue = self._is_overdue or self._clock.now() - self._heard_s >= CALL_TIMEOUT_S
+        return bool(self._loading or self._late) and not is_overdue
 
     def as_setting(self, at_first: str | None) -> str | None:
         """Returns the setting `lora` that gives another engine the same adapters; `at_first` before the first engine has
@@ -241,6 +252,8 @@ class AdapterCalls:
         if name in self._late:  # the engine would have more and more to load, and make no step
             raise InvalidRequestError(_STILL_LOADING, param="lora_name")
         is_new = name not in self.loaded
+        if not self._loading and not self._late:
+            self._heard_s = self._clock.now()  # it had nothing to answer before
         self._loading.add(name)
         try:
             reply = await self._call(lambda call_id: LoadAdapter(call_id, name, path))
@@ -266,8 +279,10 @@ class AdapterCalls:
 
     async def _unload_late(self, name: str) -> None:
         try:
-            with contextlib.suppress(CloisterError, TimeoutError):  # the engine has ended, or did not load it
+            with contextlib.suppress(CloisterError):  # the engine has ended, or did not load it
                 await self._calls.call(lambda call_id: UnloadAdapter(call_id, name), LATE_S)
+        except TimeoutError:
+            self._is_overdue = True
         finally:
             self._late.discard(name)
 
@@ -332,12 +347,16 @@ class AdapterCalls:
 
     def deliver(self, reply: AdapterReply) -> None:
         """Dispatches a reply of the engine."""
-        self._is_overdue = False
+        self._note_answer()
         self._calls.deliver(reply.call_id, reply)
 
     def fail_all(self, message: str) -> None:
         """Called when the engine has ended."""
         self._calls.fail_all(message)
+
+    def _note_answer(self) -> None:
+        self._is_overdue = False
+        self._heard_s = self._clock.now()
 
     async def _call(self, make: Callable[[str], FrontMessage]) -> AdapterReply:
         try:

@@ -88,7 +88,7 @@ class SealedMessageStream(MessageStream):
         self._records.close()
 
     def _write(self, records: bytes) -> None:
-        self._heartbeat.note_passed(len(records))
+        self._heartbeat.note_sent(len(records))
         self._writer.write(records)
 
     def _look(self) -> None:
@@ -109,7 +109,7 @@ class SealedMessageStream(MessageStream):
                 if not opened:
                     self._heartbeat.note_answer()
             elif data := await self._reader.read(READ_LIMIT_BYTES):
-                self._heartbeat.note_passed(len(data))
+                self._heartbeat.note_received(len(data))
                 self._sealed += data
             else:
                 raise EOFError

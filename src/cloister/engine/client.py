@@ -120,11 +120,11 @@ class EngineClient(RequestClient):
         self.on_prefix_leased: Callable[[PrefixLeased], None] | None = None
         self.diagnose: Callable[[StackTrace], Awaitable[None]] | None = None
         self._stacks = StackClusters()
-        self.adapters = AdapterCalls(self._call, self.uses_adapter, are_fixed=not config.runtime_adapters)
         self._cache_calls: EngineCalls[CacheReply] = EngineCalls(self._call)
         self._transport = transport
         self._config = config
         self._clock = clock or WallClock()
+        self.adapters = AdapterCalls(self._call, self.uses_adapter, are_fixed=not config.runtime_adapters, clock=self._clock)
         self._draw = draw or random.SystemRandom()
         self._num_routed = 0
         self._requests = InFlightRequests(self._clock, max_waiting=config.max_waiting, max_num_seqs=config.max_num_seqs)

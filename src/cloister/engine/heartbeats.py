@@ -4,7 +4,7 @@ and passes nothing on, or little of it. Pure: no I/O, no clock.
 The worker sends an empty record, and the engine answers with one, behind all that it has sent before. Records are sealed and
 numbered, so nobody else can make an answer, and nobody can let it pass before the rest: what an attacker holds back is at most
 `LATE_S` late, or the connection ends. Time is counted in looks, which a process that gets no processor time does not make: so a
-busy machine takes nobody for lost.
+starved process takes nobody for lost, though others may take it for lost.
 """
 
 from __future__ import annotations
@@ -28,16 +28,21 @@ class Heartbeat:
     """The worker's side of one channel."""
 
     def __init__(self) -> None:
-        self._num_looks = self._num_bytes = 0
+        self._num_looks = self._num_bytes = self._num_behind = 0
         self._is_awaited = False
 
-    def note_passed(self, num_bytes: int) -> None:
-        """Called with what was sent or received."""
+    def note_received(self, num_bytes: int) -> None:
+        """Called with what was received."""
         self._num_bytes += num_bytes
 
+    def note_sent(self, num_bytes: int) -> None:
+        """Called with what was written, which may wait for the network."""
+        self._num_bytes += num_bytes
+        self._num_behind += num_bytes
+
     def note_answer(self) -> None:
-        """Called when the engine has answered."""
-        self._num_looks = self._num_bytes = 0
+        """Called when the engine has answered. What was written behind the heartbeat may still be ahead of the next one."""
+        self._num_looks, self._num_bytes = 0, self._num_behind
         self._is_awaited = False
 
     def look(self) -> bool:
@@ -45,7 +50,7 @@ class Heartbeat:
         self._num_looks += 1
         if self._is_awaited or self._num_looks * LOOK_S < PAUSE_S:
             return False
-        self._num_looks, self._is_awaited = 0, True
+        self._num_looks, self._is_awaited, self._num_behind = 0, True, 0
         return True
 
     @property

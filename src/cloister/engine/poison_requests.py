@@ -25,7 +25,8 @@ PROBATION_STEPS: Final = 4
 PROBATION_GROWTH: Final = 4
 """Each time that a request was cleared and accused again it has to take so many times as many steps: some kill late."""
 TRIAL_SPREAD_S: Final = 10.0
-"""Longest wait before the trial of a request whose client does not know what else the engine has: many times what one takes."""
+"""Longest wait before the trial of a request whose client does not know what else the engine has: many times what most
+take. Where a prompt alone takes seconds, trials overlap, and a request may be accused of what another one did."""
 NUM_SAFE_LOSSES: Final = 2
 """A request never ends with an error because its engine died so often or less."""
 

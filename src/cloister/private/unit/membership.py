@@ -1,8 +1,9 @@
 """The machines of a sealed unit find each other: the leader connects to its members, both sides verify each other's evidence,
 and again whenever it is renewed; a machine that does not come up to it, or is silent, is dropped.
 
-A member is usable for the leader's workers only while every statement of the leader that has not ended lists it, or that a
-request may still run under: a client that sealed to the leader under an older statement agreed to the machines in that one.
+A member is usable for the leader's workers only if every statement of the leader that a request may still run under lists it: a
+client that sealed to the leader under an older statement agreed to the machines in that one. Such a request may come until the
+key of that statement ends, which is later than the statement where a member's evidence ended first.
 """
 
 from __future__ import annotations
@@ -42,6 +43,7 @@ from cloister.trust.attestation import Statement, read_evidence, read_statement
 from cloister.trust.attestation.base import MAX_CLOCK_SKEW_S
 from cloister.trust.attestation.evidence import MAX_EVIDENCE_BYTES, MAX_EXTRAS
 from cloister.trust.attestation.unit import member_extra
+from cloister.trust.sealing import NODE_KEY_LIFE_S
 from cloister.types.config import MAX_UNIT_MEMBERS
 from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
@@ -153,8 +155,18 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Stated:
+    """A statement of this node.
+
+    Attributes:
+        keys: those that it names.
+        members: digests of the members that it lists.
+        opens_until_s: by then its keys have ended. Until they end they open what was sealed to them, also if the statement has
+            ended: somebody may have held the request meanwhile.
+    """
+
+    keys: bytes
     members: frozenset[str]
-    ends_s: int
+    opens_until_s: float
 
 
 class UnitLeader:
@@ -164,8 +176,8 @@ class UnitLeader:
         addresses: unit ports of the members, (IP address, port).
         verifier: judges their evidence.
         num_engines: engines of this machine, and so of each.
-        longest_request_s: for how long a request runs at most: so much later than its statement it may still be given to an
-            engine.
+        longest_request_s: for how long a request runs at most: so much later than the key that opened it, it may still be given
+            to an engine.
         on_pair: called when a member has become usable. If it raises OSError, the pair is lost, and made again later.
         on_lost: called with the id of a pair whose member is not usable any more, also if `on_pair` failed for it.
         now: returns Unix seconds.
@@ -188,7 +200,7 @@ class UnitLeader:
         self._members = [_Member(index, address) for index, address in enumerate(addresses, 1)]
         self._verifier = verifier
         self._num_engines = num_engines
-        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s
+        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s  # this clock may be set by a little, and that of the keys is not
         self._on_pair, self._on_lost = on_pair, on_lost
         self._now = now
         self._times = times
@@ -228,9 +240,12 @@ class UnitLeader:
         evidence = read_evidence(document)
         statement = read_statement(evidence.statement)
         self._document, self._own = document, evidence
-        ended_s = self._now() - self._late_s
-        self._stated = [one for one in self._stated if one.ends_s > ended_s]
-        self._stated.append(_Stated(frozenset(statement.unit_members), statement.not_after))
+        now_s = self._now()
+        self._stated = [one for one in self._stated if one.opens_until_s > now_s - self._late_s]
+        of_key = (one.opens_until_s for one in self._stated if one.keys == statement.keys)
+        # Keys that are new here were drawn before. `not_before` may be long before that, if no evidence came meanwhile.
+        opens_until_s = next(of_key, max(now_s + NODE_KEY_LIFE_S, statement.not_after))
+        self._stated.append(_Stated(statement.keys, frozenset(statement.unit_members), opens_until_s))
         self._use_members()
 
     async def run(self) -> None:
@@ -259,8 +274,8 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        ended_s = self._now() - self._late_s  # on the clocks of all clients, with the requests that they sealed under it
-        valid = [one.members for one in self._stated if one.ends_s > ended_s]
+        ended_s = self._now() - self._late_s  # with the requests that its keys opened
+        valid = [one.members for one in self._stated if one.opens_until_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
     def _use_members(self) -> None:
@@ -334,7 +349,7 @@ class UnitLeader:
                 later = (
                     ""
                     if self._may_use(member)
-                    else "; it is used when statements that do not list it have ended, and the requests under them"
+                    else "; it is used when the keys of statements that do not list it have ended, and the requests under them"
                 )
                 _logger.info("member %d of the unit has proved itself%s", member.index, later)
                 member.last_word = ""

@@ -26,11 +26,13 @@ class StatementSeen:
     Attributes:
         members: digests of the members' keys.
         ends_s: Unix seconds.
+        opens_until_s: so long its key opens requests at least, Unix seconds.
     """
 
     life: NodeLife
     members: frozenset[str]
     ends_s: int
+    opens_until_s: float
 
 
 @dataclass(slots=True)

@@ -62,6 +62,8 @@ class UnitScenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         delay_s: of a packet between two machines.
         judging_s: a machine takes up to this time to verify evidence.
         clock_offsets_s: by how much the clocks of the machines are wrong, the leader's first.
+        holds_requests: an attacker holds each request for as long as it is opened: it was sealed under the oldest statement
+            whose key has not ended.
     """
 
     seed: int
@@ -74,6 +76,7 @@ class UnitScenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     delay_s: float = 0.001
     judging_s: float = 0.01
     clock_offsets_s: tuple[float, ...] = ()
+    holds_requests: bool = False
     jobs: tuple[Job, ...] = ()
     faults: tuple[UnitFault, ...] = ()
 

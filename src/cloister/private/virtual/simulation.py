@@ -34,6 +34,7 @@ from cloister.private.virtual.scenario import UnitFault, UnitScenario
 from cloister.private.virtual.tcp import HOST, TcpConnection, TcpNetwork
 from cloister.text import Tokenizer
 from cloister.trust.attestation import Statement
+from cloister.trust.sealing import NODE_KEY_LIFE_S
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
 from cloister.types.errors import CloisterError
@@ -212,6 +213,9 @@ class _UnitRun:
         """Returns one that a client may seal under: that it has not seen the newest one is no fault of it."""
         if life is None:
             return None
+        if self.scenario.holds_requests:
+            now_s = EPOCH_S + self.loop.time()
+            return next((each for each in self.statements if each.life is life and each.opens_until_s > now_s), None)
         now_s = EPOCH_S + self.loop.time() - self.draw.choice((0.0, LATE_CLIENT_S))
         valid = [each for each in self.statements if each.life is life and each.ends_s > now_s]
         return self.draw.choice((valid[0], valid[-1])) if valid else None
@@ -329,7 +333,8 @@ class _UnitRun:
     def note_statement(self, life: NodeLife, statement: Statement) -> None:
         """See `UnitWatcher`."""
         self._log(f"statement of {len(statement.unit_members)} members", int(statement.not_after))
-        self.statements.append(StatementSeen(life, frozenset(statement.unit_members), statement.not_after))
+        opens_until_s = statement.not_before + NODE_KEY_LIFE_S  # its key was drawn later
+        self.statements.append(StatementSeen(life, frozenset(statement.unit_members), statement.not_after, opens_until_s))
 
     def note_message(self, life: NodeLife, engine: int, message: FrontMessage) -> None:
         """See `UnitWatcher`."""

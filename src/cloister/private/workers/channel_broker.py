@@ -39,13 +39,17 @@ class _Allowance:
 
     def take(self) -> bool:
         """Takes one; returns False if there is none."""
-        now_s = time.monotonic()
-        self._left = min(self._most, self._left + (now_s - self._seen_s) * self._per_s)
-        self._seen_s = now_s
-        if self._left < 1.0:
+        if not self.has_one():
             return False
         self._left -= 1.0
         return True
+
+    def has_one(self) -> bool:
+        """Returns whether there is one to take."""
+        now_s = time.monotonic()
+        self._left = min(self._most, self._left + (now_s - self._seen_s) * self._per_s)
+        self._seen_s = now_s
+        return self._left >= 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +116,16 @@ class ChannelBroker:
         sock.close()
 
     def _reply(self, sock: socket.socket, index: int, channels: _Allowance) -> None:
+        if not channels.has_one():  # before one is opened, which costs the engine and perhaps another machine something
+            sock.send(_NOT_RUNNING)
+            return
         try:
             opened, how = self._open_channel(index)
         except (OSError, KeyError):
             sock.send(_NOT_RUNNING)
             return
+        channels.take()  # only now: an engine that does not run costs none
         with opened:
-            if not channels.take():
-                sock.send(_NOT_RUNNING)  # it is closed again; the worker comes back
-                return
             socket.send_fds(sock, [how], [opened.fileno()])
 
 
