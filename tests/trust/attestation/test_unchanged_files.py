@@ -97,6 +97,14 @@ def test_a_file_that_was_absent_has_to_stay_away(model: Path) -> None:
         asyncio.run(files.check())
 
 
+def test_a_folder_that_was_absent_has_to_stay_away_and_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = UnchangedFiles([model.parent / "absent"])
+    (model.parent / "absent").mkdir()
+    monkeypatch.delattr(os, "scandir")
+    with pytest.raises(AttestationError, match="absent was changed"):
+        asyncio.run(files.check())
+
+
 def test_a_file_that_came_and_went_is_noticed(model: Path) -> None:
     files = UnchangedFiles([model / "weights.bin", model / "generation_config.json"], [model])
     time.sleep(0.02)

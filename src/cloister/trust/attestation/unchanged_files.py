@@ -65,6 +65,8 @@ class UnchangedFiles:
     def __init__(self, paths: Iterable[Path], folders: Iterable[Path] = (), timeout_s: float = CHECK_TIMEOUT_S) -> None:
         self._paths = tuple(dict.fromkeys(path.absolute() for path in paths))
         self._timeout_s = timeout_s
+        # a sealed process may not read a folder that was absent when it was started, but sees that it is there
+        self._absent = frozenset(str(path) for path in self._paths if not path.exists())
         self._folders = tuple(dict.fromkeys(folder.absolute() for folder in folders))
         self._found = self._identify()
 
@@ -125,7 +127,8 @@ class UnchangedFiles:
             raise FilesChangedError(error.message) from None
 
     def _identify(self) -> _Found:
-        names = [*map(str, self._folders), *(name for path in self._paths for name in _walk(str(path)))]
+        names = [*map(str, self._folders), *self._absent]
+        names += [name for path in map(str, self._paths) if path not in self._absent for name in _walk(path)]
         return {name: entry for name in names if (entry := _identify(name)) is not None}
 
 
