@@ -21,10 +21,12 @@ import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision, adapters
 from cloister.engine.child_process import ProcessHandle
+from cloister.engine.client import UNSTARTABLE
 from cloister.engine.engine_process import NICENESS
 from cloister.engine.spawning import spawn_program
 from cloister.engine.supervision import Restarts
 from cloister.engine.transports import Spawn
+from cloister.trust.attestation.unchanged_files import FilesChangedError
 from cloister.types.errors import (
     ConfigError,
     DeadlineError,
@@ -340,6 +342,36 @@ def test_an_engine_whose_listener_is_refused_ends_and_leaves_no_socket_open(mode
             await engine.start()
         assert set(os.listdir("/proc/self/fd")) == before
         assert started[0].poll() is not None
+
+    run(main())
+
+
+def test_an_engine_whose_files_changed_is_given_up_before_it_is_started_again(model_path: Path) -> None:
+    started: list[ProcessHandle] = []
+    guarded: list[None] = []
+
+    def spawn(far: socket.socket) -> ProcessHandle:
+        started.append(spawn_program(far))
+        return started[-1]
+
+    @contextlib.asynccontextmanager
+    async def guard() -> AsyncIterator[None]:
+        guarded.append(None)
+        if len(guarded) > 1:
+            raise FilesChangedError("its files were changed")
+        yield
+
+    async def main() -> None:
+        transport = ProcessTransport("tests.engine.replica:build", spawn=spawn, guard_load=guard)
+        engine = EngineClient(transport, make_config(model_path))
+        await engine.start()
+        started[0].kill()
+        async with asyncio.timeout(20):
+            while engine.fault() is None:
+                await asyncio.sleep(0.01)
+        assert engine.fault() == UNSTARTABLE
+        assert (len(started), len(guarded)) == (1, 2), "neither five restarts nor a load"
+        await engine.drain(0.0)
 
     run(main())
 

@@ -13,7 +13,7 @@ from types import MappingProxyType
 
 import pytest
 
-from cloister.launch.sealed import fit_workers, launch_sealed, loaded_beside
+from cloister.launch.sealed import fit_workers, launch_sealed, loaded_beside, watched_files
 from cloister.launch.settings import resolve_settings
 from cloister.models import locate
 from cloister.private.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
@@ -104,6 +104,16 @@ def test_what_pull_puts_beside_a_gguf_file_is_measured_since_it_changes_answers(
         "sampling defaults": tmp_path / "generation_config.json",
         "chat template": tmp_path / "chat_template.jinja",
     }
+
+
+def test_what_is_not_beside_a_gguf_file_and_would_be_read_is_watched_with_its_folder(tmp_path: Path):
+    model = tmp_path / "model.gguf"
+    model.touch()
+    files, folders = watched_files(EngineConfig(model=str(model)), model)
+    names = ("model.gguf", "drafters", "generation_config.json", "chat_template.jinja")
+    assert set(files) == {tmp_path / name for name in names}
+    assert folders == [tmp_path]
+    assert watched_files(EngineConfig(model=str(tmp_path)), tmp_path) == ([tmp_path], [])
 
 
 def test_a_sealed_node_reads_no_packed_weights_and_takes_no_adapters_later(tmp_path: Path):

@@ -63,6 +63,7 @@ from cloister.types.scope import Scope
 NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
+UNSTARTABLE: Final = "the engine ended and cannot be started again; the log says why"
 BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 STOP_GRACE_S: Final = 5.0
@@ -144,6 +145,7 @@ class EngineClient(RequestClient):
         self._is_draining = False
         self._is_given_up = False
         self._fault: str | None = None
+        self._why_broken = BROKEN
         self._trial: asyncio.TimerHandle | None = None
         if transport.ready is not None:
             self._introduce(transport.ready)
@@ -596,7 +598,7 @@ class EngineClient(RequestClient):
                 await self._close_engine()
             await self._transport.discard_template(is_final=True)
             if not self._is_draining:
-                self.closed = self._fault = BROKEN if self._replaces else self._transport.lost
+                self.closed = self._fault = self._why_broken if self._replaces else self._transport.lost
                 if self.rescue is not None:
                     self._requests.release(self.rescue, confined=True)
                 self._requests.end_all(self._fault)
@@ -726,6 +728,12 @@ class EngineClient(RequestClient):
             try:
                 await self._open()
             except CloisterError as error:
+                if error.is_final:
+                    _logger.critical("%s cannot be started again: %s", self.name, error.message)
+                    self._why_broken = UNSTARTABLE
+                    self._stop_accepting()
+                    self.adapters.fail_all(UNSTARTABLE)
+                    return
                 if self._replaces:
                     _logger.error("%s did not start again: %s", self.name, error.message)
                 self._stop_accepting()

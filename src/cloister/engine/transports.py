@@ -46,6 +46,7 @@ _STACKS_PAUSE_S: Final = 0.05
 _logger = logging.getLogger(__name__)
 
 Deliver = Callable[[Outputs], None]
+LoadGuard = Callable[[], contextlib.AbstractAsyncContextManager[None]]
 
 
 class Transport(Protocol):
@@ -137,6 +138,8 @@ class ProcessTransport(_ChannelTransport):
         fork_server: starts the child process in place of `spawn`, as a fork of a template.
         keep_listener: called with the near end of the listener of each engine process (`engine.sealed_channels`) that is ready,
             and takes ownership of it, or raises an error, which ends the engine; None: engines have no listener.
+        guard_load: entered before each engine process is started, and left when it is ready and before its listener is kept;
+            raises an error if what it loads may be other files than before (`UnchangedFiles.guard_load`).
     """
 
     def __init__(
@@ -148,6 +151,7 @@ class ProcessTransport(_ChannelTransport):
         spawn: Spawn | None = None,
         fork_server: ForkServer | None = None,
         keep_listener: Callable[[socket.socket], None] | None = None,
+        guard_load: LoadGuard = contextlib.nullcontext,
         kv_secret: bytes | None = None,
         kv_pool: KVPool | None = None,
         kv_unit: KVUnit | None = None,
@@ -161,6 +165,7 @@ class ProcessTransport(_ChannelTransport):
         self._spawn = spawn
         self._fork_server = fork_server
         self._keep_listener = keep_listener
+        self._guard_load = guard_load
         self._kv_secret = kv_secret
         self._kv_pool, self._kv_unit = kv_pool, kv_unit
         self._seat: PoolSeat | None = None
@@ -178,15 +183,16 @@ class ProcessTransport(_ChannelTransport):
     async def open(self, config: EngineConfig) -> None:
         begun_s, timeout_s = time.monotonic(), self._supervision.start_timeout_s
         async with contextlib.AsyncExitStack() as on_failure:
-            near, far = open_listener() if self._keep_listener is not None else (None, None)
-            if near is not None:
-                on_failure.enter_context(near)
-            await self._start(config, far)
-            on_failure.push_async_callback(self.close)
-            try:
-                said = await asyncio.wait_for(self._await_ready(), timeout_s)
-            except TimeoutError as error:
-                raise EngineError(f"the engine was not ready after {timeout_s:.0f} s; the log may say why") from error
+            async with self._guard_load():
+                near, far = open_listener() if self._keep_listener is not None else (None, None)
+                if near is not None:
+                    on_failure.enter_context(near)
+                await self._start(config, far)
+                on_failure.push_async_callback(self.close)
+                try:
+                    said = await asyncio.wait_for(self._await_ready(), timeout_s)
+                except TimeoutError as error:
+                    raise EngineError(f"the engine was not ready after {timeout_s:.0f} s; the log may say why") from error
             if self._keep_listener is not None and near is not None:
                 self._keep_listener(near)
             on_failure.pop_all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import secrets
 import socket
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from cloister.engine.kv_pool import KVPool
     from cloister.engine.kv_unit import KVUnit
     from cloister.engine.replica_snapshot import Role
+    from cloister.engine.transports import LoadGuard
     from cloister.types.request import ModelInfo
 
 
@@ -42,20 +44,26 @@ ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
 
 
-def make_engine(config: EngineConfig, front: ServerConfig, keep_listener: KeepListener | None = None) -> RequestClient:
+def make_engine(
+    config: EngineConfig,
+    front: ServerConfig,
+    keep_listener: KeepListener | None = None,
+    guard_load: LoadGuard = contextlib.nullcontext,
+) -> RequestClient:
     """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines, here or
     where Ray puts them.
 
     Args:
         keep_listener: called with an index and the listener of each engine process of a sealed node, and takes ownership of it.
+        guard_load: as of `ProcessTransport`.
     """
     if front.on == "ray":
         discard_early_template()
         return _make_placed_replicas(config, front)
     fork_server = _make_fork_server(config, front)
     if front.replicas > 1:
-        return _make_replicas(config, front, fork_server, keep_listener)
-    return _make_client(config, front, fork_server, keep_listener)
+        return _make_replicas(config, front, fork_server, keep_listener, guard_load)
+    return _make_client(config, front, fork_server, keep_listener, guard_load)
 
 
 def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer | None:
@@ -73,6 +81,7 @@ def _make_client(
     front: ServerConfig,
     fork_server: ForkServer | None,
     keep_listener: KeepListener | None = None,
+    guard_load: LoadGuard = contextlib.nullcontext,
     kv_secret: bytes | None = None,
     kv_pool: KVPool | None = None,
     replica: int | None = None,
@@ -91,6 +100,7 @@ def _make_client(
         spawn=partial(_start_sealed_engine, replica or 0) if is_sealed else None,
         fork_server=fork_server,
         keep_listener=None if keep_listener is None else partial(keep_listener, replica or 0),
+        guard_load=guard_load,
         kv_secret=kv_secret,
         kv_pool=kv_pool,
         kv_unit=kv_unit,
@@ -100,7 +110,11 @@ def _make_client(
 
 
 def _make_replicas(
-    config: EngineConfig, front: ServerConfig, fork_server: ForkServer | None, keep_listener: KeepListener | None
+    config: EngineConfig,
+    front: ServerConfig,
+    fork_server: ForkServer | None,
+    keep_listener: KeepListener | None,
+    guard_load: LoadGuard,
 ) -> ReplicaSet:
     """Returns a client of several engines, which plan with equal shares of the memory."""
     from cloister.cluster import ReplicaSet
@@ -123,7 +137,9 @@ def _make_replicas(
         return EngineRelease(own.model, partial(make, own, server), config.request_timeout_s)
 
     def make(own: EngineConfig, server: ForkServer | None, index: int, lora: str | None) -> EngineClient:
-        return _make_client(replace(own, lora=lora), front, server, keep_listener, kv_secret, kv_pool, index, kv_unit)
+        return _make_client(
+            replace(own, lora=lora), front, server, keep_listener, guard_load, kv_secret, kv_pool, index, kv_unit
+        )
 
     release = release_of(each, fork_server)
     clients = [release.make(index, config.lora) for index in range(front.replicas)]

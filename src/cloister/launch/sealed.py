@@ -33,6 +33,9 @@ FILES_OF_CARRIED_REQUEST: Final = 6
 """What a leader's front holds open for one: its client, its worker, and for each of the two engines that compute its prompt and
 its answer a worker's end and a TCP connection."""
 
+BESIDE_FILE: Final = {"drafters": "drafters", "sampling defaults": GENERATION_FILE, "chat template": "chat_template.jinja"}
+"""Names that are read beside a GGUF file, by kind."""
+
 
 def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
     """Executes the launcher, which applies the hardening of a sealed node and then runs `cloister` with the given arguments.
@@ -104,12 +107,21 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
         found["release prefixes"] = Path(config.release_prefixes).expanduser()
     if config.datastore is not None:
         found["datastore"] = Path(config.datastore).expanduser()
-    if model.is_file() and (model.parent / "drafters").exists():
-        found["drafters"] = model.parent / "drafters"
-    for what, name in (("sampling defaults", GENERATION_FILE), ("chat template", "chat_template.jinja")):
-        if model.is_file() and (model.parent / name).exists():
-            found[what] = model.parent / name
-    return found
+    return found | {what: path for what, path in _beside_file(model).items() if path.exists()}
+
+
+def watched_files(config: EngineConfig, model: Path) -> tuple[list[Path], list[Path]]:
+    """Returns all that a node may load, with the names beside GGUF files that do not exist and would be loaded too; and the
+    folders of these files, where such a name may come and go."""
+    loaded = [model, *loaded_beside(config, model).values()]
+    models = [model, *(locate_here(name) for name in _draft_names(config))]
+    beside = [path for file in models for path in _beside_file(file).values()]
+    return [*loaded, *beside, *manifests(config)], [file.parent for file in models if file.is_file()]
+
+
+def _beside_file(model: Path) -> dict[str, Path]:
+    """Returns what may be read from a GGUF file's folder with it, by kind, whether it exists or not; nothing of a directory."""
+    return {what: model.parent / name for what, name in BESIDE_FILE.items()} if model.is_file() else {}
 
 
 def manifests(config: EngineConfig) -> list[Path]:
@@ -143,16 +155,15 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     gateway_secret = read_secret(Path(front.gateway_secret)) if front.gateway_secret is not None else None
     pool = WorkerPool(start_module if hardening.sealed() is None else start_sealed_module)
     path = locate_here(config.model)
-    loaded = UnchangedFiles([path, *loaded_beside(config, path).values(), *manifests(config)])  # before anything is loaded
+    loaded = UnchangedFiles(*watched_files(config, path))  # before anything is loaded
     machine = open_machine(front, config.request_timeout_s + LIFE_MARGIN_S)
 
     def keep_listener(index: int, listener: socket.socket) -> None:
-        loaded.check()  # a new engine has read them once more; it gets no request if they are others
         if machine is not None:
             machine.keep_listener(index, listener)
         pool.keep_listener(index, listener)
 
-    engine = make_engine(config, front, keep_listener)
+    engine = make_engine(config, front, keep_listener, loaded.guard_load)
     try:
         await engine.start()
         started_s = time.time()
@@ -173,7 +184,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
             loaded_beside(config, Path(engine.model.path)),
             describe_settings(config, front),
         )
-        loaded.check()  # so what was measured just now is what was loaded
+        await loaded.check()  # so what was measured just now is what was loaded
         if not os.path.samefile(engine.model.path, path):
             raise ConfigError("the model's name led to other files while this node started; start it again", param="model")
         if machine is not None:

@@ -11,10 +11,12 @@ class CloisterError(Exception):
         code: machine-readable slug, as in the OpenAI error object.
         param: the request field or setting at fault, if one is.
         status: the HTTP status that the server answers with.
+        is_final: for an engine that did not start: no other start can succeed.
     """
 
     code = "internal_error"
     status = 500
+    is_final = False
 
     def __init__(self, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)

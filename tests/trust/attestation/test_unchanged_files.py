@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +13,7 @@ import pytest
 
 from cloister.trust.attestation import AttestationError
 from cloister.trust.attestation.measuring import measure_model
-from cloister.trust.attestation.unchanged_files import UnchangedFiles
+from cloister.trust.attestation.unchanged_files import FilesChangedError, UnchangedFiles
 
 
 def write_back(model: Path) -> None:
@@ -69,7 +71,7 @@ def test_what_was_changed_and_put_back_is_noticed(model: Path, change: Callable[
     change(model)
     assert measure_model(model) == digest, "digests do not show it"
     with pytest.raises(AttestationError, match="was changed since this node was started"):
-        files.check()
+        asyncio.run(files.check())
 
 
 def test_a_blob_that_a_link_leads_to_counts(model: Path) -> None:
@@ -77,7 +79,7 @@ def test_a_blob_that_a_link_leads_to_counts(model: Path) -> None:
     time.sleep(0.02)
     (model.parent / "blob").write_bytes(bytes(100))
     with pytest.raises(AttestationError, match=r"weights\.bin"):
-        files.check()
+        asyncio.run(files.check())
 
 
 def test_reading_changes_nothing_and_other_files_are_of_no_concern(model: Path) -> None:
@@ -85,11 +87,115 @@ def test_reading_changes_nothing_and_other_files_are_of_no_concern(model: Path) 
     (model / "chat_template.jinja").read_bytes()
     (model.parent / "blob").read_bytes()
     (model.parent / "neighbour").write_text("new")
-    files.check()
+    asyncio.run(files.check())
 
 
 def test_a_file_that_was_absent_has_to_stay_away(model: Path) -> None:
     files = UnchangedFiles([model, model.parent / "absent"])
     (model.parent / "absent").write_text("{}")
     with pytest.raises(AttestationError, match="absent was changed"):
-        files.check()
+        asyncio.run(files.check())
+
+
+def test_a_folder_that_was_absent_has_to_stay_away_and_is_not_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = UnchangedFiles([model.parent / "absent"])
+    (model.parent / "absent").mkdir()
+    monkeypatch.delattr(os, "scandir")
+    with pytest.raises(AttestationError, match="absent was changed"):
+        asyncio.run(files.check())
+
+
+def test_a_file_that_came_and_went_is_noticed(model: Path) -> None:
+    files = UnchangedFiles([model / "weights.bin", model / "generation_config.json"], [model])
+    time.sleep(0.02)
+    (model / "generation_config.json").write_text("{}")
+    (model / "generation_config.json").unlink()
+    with pytest.raises(AttestationError, match="was changed since this node was started"):
+        asyncio.run(files.check())
+
+
+def load(files: UnchangedFiles, meanwhile: Callable[[], object] = lambda: None) -> None:
+    async def main() -> None:
+        async with files.guard_load():
+            meanwhile()
+
+    time.sleep(0.02)
+    asyncio.run(main())
+
+
+def test_nothing_is_loaded_from_a_file_that_was_changed(model: Path) -> None:
+    files, loads = UnchangedFiles([model]), []
+    (model / "chat_template.jinja").write_text("another")
+    with pytest.raises(FilesChangedError, match="chat_template"):
+        load(files, lambda: loads.append(1))
+    assert not loads
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_changed_and_put_back_during_a_load_is_noticed(model: Path, change: Callable[[Path], None]) -> None:
+    files = UnchangedFiles([model])
+    load(files)
+    with pytest.raises(FilesChangedError):
+        load(files, lambda: change(model))
+
+
+def test_a_folder_may_get_and_lose_files_between_loads(model: Path) -> None:
+    files = UnchangedFiles([model / "weights.bin", model / "generation_config.json"], [model])
+    (model / "another.gguf").write_text("")
+    add_and_remove(model)
+    load(files)
+
+
+def test_what_no_loader_reads_may_change(model: Path) -> None:
+    for name in (".git", ".cache"):
+        (model / name).mkdir()
+    files = UnchangedFiles([model])
+    (model / ".git" / "index").write_text("")
+    (model / ".cache" / "huggingface").mkdir()
+    asyncio.run(files.check())
+    (model / ".DS_Store").write_text("")
+    load(files)
+
+
+def test_a_link_to_a_folder_is_refused_as_when_it_is_measured(model: Path) -> None:
+    (model / "more").symlink_to(model / "drafters")
+    with pytest.raises(AttestationError, match="more is a link to a folder"):
+        UnchangedFiles([model])
+
+
+def test_a_folder_that_cannot_be_read_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    scandir = os.scandir
+
+    def refuse(path: str) -> object:
+        if str(path).endswith("drafters"):
+            raise PermissionError(13, "Permission denied", path)
+        return scandir(path)
+
+    monkeypatch.setattr(os, "scandir", refuse)  # root, who runs tests, may read all
+    with pytest.raises(AttestationError, match="drafters: Permission denied"):
+        UnchangedFiles([model])
+
+
+def test_a_file_system_that_does_not_answer_ends_the_wait_and_blocks_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files, answer, lstat = UnchangedFiles([model], timeout_s=0.2), threading.Event(), os.lstat
+
+    def hang(name: str) -> os.stat_result:
+        answer.wait(20)
+        return lstat(name)
+
+    async def main() -> int:
+        checking, num_turns = asyncio.create_task(files.check()), 0
+        while not checking.done():
+            await asyncio.sleep(0.01)
+            num_turns += 1
+        with pytest.raises(FilesChangedError, match=r"did not answer within 0\.2 s"):
+            checking.result()
+        return num_turns
+
+    monkeypatch.setattr(os, "lstat", hang)
+    try:
+        assert asyncio.run(main()) > 3
+    finally:
+        answer.set()
