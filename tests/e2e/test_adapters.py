@@ -194,7 +194,7 @@ def test_settings_that_cannot_be_meant_are_told(model: Path, adapters: dict[str,
         ({"lora": "ann"}, ConfigError),
         ({"lora": f"a={adapters['ann']},b={adapters['ben']}", "max_loras": 1}, ConfigError),
         ({"lora": f"a={adapters['ann']}", "max_lora_rank": 4}, ModelError),
-        ({"lora": "a=/nowhere/at/all"}, ModelError),
+        ({"lora": "a=/nowhere/at/all"}, ConfigError),
         ({"runtime_adapters": True, "max_loras": 1_000_000, "max_lora_rank": 4096}, MemoryBudgetError),
         ({"runtime_adapters": True, "profile": "private"}, PolicyError),
     ):
