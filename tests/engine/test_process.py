@@ -241,19 +241,31 @@ def test_an_engine_that_loads_an_adapter_for_a_call_that_was_cancelled_is_not_re
     run(main())
 
 
+@contextlib.asynccontextmanager
+async def replacing_a_stopped_engine(
+    model_path: Path,
+) -> AsyncIterator[tuple[EngineClient, asyncio.Task[list[SequenceOutput]]]]:
+    """An engine that stands still, and a request that waits for it; the next engine has answered it at the end."""
+    supervision = Supervision(look_every_s=0.05)
+    async with serving(model_path, "build_loading", supervision, stall_timeout_s=1.0) as engine:
+        assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+        first = engine.pid
+        assert first is not None
+        os.kill(first, signal.SIGSTOP)
+        waiting = asyncio.create_task(answer(engine, make_request()))
+        yield engine, waiting
+        assert reasons(await waiting) == [FinishReason.LENGTH]
+        assert engine.pid != first
+
+
 def test_an_engine_that_answers_no_call_is_replaced_though_loads_are_cancelled_again_and_again(
     model_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(adapters, "CALL_TIMEOUT_S", 0.5)
 
     async def main() -> None:
-        supervision = Supervision(look_every_s=0.05)
-        async with serving(model_path, "build_loading", supervision, stall_timeout_s=1.0) as engine:
-            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+        async with replacing_a_stopped_engine(model_path) as (engine, waiting):
             first = engine.pid
-            assert first is not None
-            os.kill(first, signal.SIGSTOP)
-            waiting = asyncio.create_task(answer(engine, make_request()))
             for number in itertools.count():
                 if waiting.done():
                     break
@@ -263,8 +275,6 @@ def test_an_engine_that_answers_no_call_is_replaced_though_loads_are_cancelled_a
                 await asyncio.gather(loading, return_exceptions=True)
                 if engine.pid != first:
                     break  # the next engine would load, and not answer the request
-            assert reasons(await waiting) == [FinishReason.LENGTH]
-            assert engine.pid != first
 
     run(main())
 
@@ -275,19 +285,11 @@ def test_an_engine_that_answers_no_call_is_replaced_though_adapters_are_asked_fo
     monkeypatch.setattr(adapters, "CALL_TIMEOUT_S", 0.1)
 
     async def main() -> None:
-        supervision = Supervision(look_every_s=0.05)
-        async with serving(model_path, "build_loading", supervision, stall_timeout_s=1.0) as engine:
-            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
-            first = engine.pid
-            assert first is not None
-            os.kill(first, signal.SIGSTOP)
-            waiting = asyncio.create_task(answer(engine, make_request()))
+        async with replacing_a_stopped_engine(model_path) as (engine, waiting):
             while not waiting.done():
                 with contextlib.suppress(DeadlineError, EngineError, InvalidRequestError):  # the next engine has it
                     await engine.adapters.load("ann", "somewhere")
                 await asyncio.sleep(0)  # a call that is refused at once does not wait
-            assert reasons(await waiting) == [FinishReason.LENGTH]
-            assert engine.pid != first
 
     run(main())
 
