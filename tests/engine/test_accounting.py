@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -18,6 +21,13 @@ from tests.engine.fake_transport import FakeTransport, opened_client
 from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_replica, make_request
 from tests.history_program import greedy_continuation
 from tests.thinning import examples
+
+
+class AtOnce(random.Random):
+    """Draws no wait: a request that may have killed an engine is tried as soon as it can be."""
+
+    def uniform(self, a: float, b: float) -> float:
+        return a
 
 
 class Accounting(RuleBasedStateMachine):
@@ -36,7 +46,9 @@ class Accounting(RuleBasedStateMachine):
         transport = FakeTransport()
         transport.send = self.pass_on  # type: ignore[method-assign]
         self.client = opened_client(transport, self.clock, max_waiting=6, max_num_seqs=4)
+        self.client._draw = AtOnce()
         self.client.subscribe(self.events.append)
+        self.loop = asyncio.new_event_loop()
         self.fails_next = False
         self.start_engine()
 
@@ -64,25 +76,35 @@ class Accounting(RuleBasedStateMachine):
         if output.finish_reason is not None:
             self.replies[output.request_id].append((output.index, output.finish_reason))
 
+    def call(self, method: Callable[..., object], *values: object) -> None:
+        """Calls a method of the client as the event loop does, and what it has the loop call at once."""
+
+        async def run() -> None:
+            method(*values)
+            while self.client._trial is not None:
+                await asyncio.sleep(0)
+
+        self.loop.run_until_complete(asyncio.wait_for(run(), 30))
+
     @precondition(lambda self: self.client._requests.has_room())
     @rule(size=st.integers(0, 90), n=st.integers(1, 4), max_tokens=st.integers(0, 20), timeout_s=st.integers(1, 30))
     def submit(self, size: int, n: int, max_tokens: int, timeout_s: int) -> None:
         request = make_request([size] * size, n=n, max_tokens=max_tokens, timeout_s=float(timeout_s))
         self.requests[request.request_id] = request
         self.replies[request.request_id] = []
-        self.client.submit(request, self.take)
+        self.call(self.client.submit, request, self.take)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def leave(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(list(self.requests)))
         self.left.add(request_id)
-        self.client.abort(request_id)
+        self.call(self.client.abort, request_id)
 
     @precondition(lambda self: self.requests)
     @rule(data=st.data())
     def give_up(self, data: st.DataObject) -> None:
-        self.client.expire(data.draw(st.sampled_from(list(self.requests))))
+        self.call(self.client.expire, data.draw(st.sampled_from(list(self.requests))))
 
     @rule(num_steps=st.integers(1, 8))
     def step(self, num_steps: int) -> None:
@@ -90,7 +112,7 @@ class Accounting(RuleBasedStateMachine):
             self.clock.advance(0.1)
             brought = self.replica.core.step()
             if brought is not None:
-                self.client.receive(brought)
+                self.call(self.client.receive, brought)
 
     @precondition(lambda self: self.num_failed < 2)
     @rule()
@@ -126,6 +148,7 @@ class Accounting(RuleBasedStateMachine):
         """Lets everything end, then counts."""
         self.fails_next = False
         self.step(400)
+        self.loop.close()
         assert len(self.client._requests) == 0
         assert self.replica.scheduler.pool.num_used == 0
         for request_id, request in self.requests.items():
