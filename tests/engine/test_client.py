@@ -10,8 +10,7 @@ import pytest
 
 from cloister.engine import EngineClient, Supervision
 from cloister.engine.cache_reports import CacheReport
-from cloister.engine.client import NO_ANSWER
-from cloister.engine.in_flight import EngineStats
+from cloister.engine.in_flight import NO_ANSWER, EngineStats
 from cloister.engine.request_client import GRACE_S
 from cloister.types.clock import VirtualClock
 from cloister.types.config import EngineConfig
@@ -197,6 +196,20 @@ def test_without_a_queue_an_idle_engine_still_takes_what_it_can_run() -> None:
         front.submit()
 
 
+def test_an_engine_without_requests_has_no_load_whatever_its_last_step_left() -> None:
+    front = Front(max_waiting=0, max_num_seqs=2)
+    running, waiting = front.submit(), front.submit()
+    front.start(running)
+    front.client.receive(Outputs([], [Stepped(0.0, 0.1, 1, 1, num_running=1, num_waiting=1, num_used_blocks=3,
+                                              num_cached_blocks=0, num_total_blocks=8)]))  # fmt: skip
+    assert front.client.snapshot().num_queued == 1
+    for request in (running, waiting):  # no step follows
+        front.end(request)
+    idle = front.client.snapshot()
+    assert (idle.num_queued, idle.num_slots, idle.num_used_blocks, idle.num_total_blocks) == (0, 2, 0, 8)
+    front.submit()  # there is no queue, and both slots are free
+
+
 def test_the_pixels_of_all_requests_together_are_bounded() -> None:
     front = Front()
     half = bytes(MAX_REQUEST_PIXELS_BYTES // 2)
@@ -331,3 +344,44 @@ def test_a_request_that_waits_for_an_engine_to_start_ends_at_its_deadline() -> N
         await client.drain(0.0)
 
     run(main())
+
+
+def test_a_request_that_comes_to_an_engine_that_starts_after_its_deadline_ends_at_once() -> None:
+    class Slow(FakeTransport):
+        supervision = Supervision()
+
+        async def open(self, config: EngineConfig) -> None:
+            await asyncio.sleep(GRACE_S / 2)
+
+    async def main() -> None:
+        clock = VirtualClock()
+        client = EngineClient(FakeTransport(), EngineConfig(), clock=clock)
+        other = EngineClient(Slow(), EngineConfig(), clock=clock)
+        await client.start()
+        other.begin_resting(MODEL)
+        outputs: list[SequenceOutput] = []
+        for request_id, timeout_s in (("late", 1.0), ("not late", 5.0)):
+            request = msgspec.structs.replace(make_request(), request_id=request_id, timeout_s=timeout_s)
+            client.submit(request, outputs.append)
+        clock.advance(1.0)
+        for request_id in ("late", "not late"):
+            found = client.detach_request(request_id)
+            assert found is not None
+            other.adopt(found)
+        assert [(output.request_id, output.finish_reason) for output in outputs] == [("late", FinishReason.TIMEOUT)]
+        assert [snapshot.request_id for snapshot in other.request_snapshots()] == ["not late"]
+        for each in (client, other):
+            await each.drain(0.0)
+
+    run(main())
+
+
+def test_a_request_whose_engine_is_lost_after_its_deadline_ends_at_once() -> None:
+    front = Front()
+    request = front.submit()
+    front.start(request)
+    front.clock.advance(request.timeout_s - 0.1)
+    assert front.client._requests.keep_resumable("the engine died") == 1
+    front.clock.advance(0.1)
+    assert front.client._requests.keep_resumable("the engine died") == 0
+    assert front.ends(request) == [(0, FinishReason.TIMEOUT)]

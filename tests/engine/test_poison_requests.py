@@ -10,7 +10,7 @@ import pytest
 
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.in_flight import POISONED
-from cloister.engine.poison_requests import NUM_SAFE_LOSSES, Standing, Suspect, choose_due, judge
+from cloister.engine.poison_requests import NUM_SAFE_LOSSES, PROBATION_STEPS, Standing, Suspect, choose_due, judge
 from cloister.engine.supervision import Restarts
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Lost
@@ -102,6 +102,16 @@ def test_one_that_kills_its_engine_before_it_has_a_slot_is_suspected_the_second_
     judge([*running(2), waiting])
     judge([*running(2), waiting])
     assert waiting.standing is Standing.SUSPECT
+
+
+def test_one_that_was_cleared_is_accused_with_those_that_are_not_cleared_yet() -> None:
+    first, second = running(2)
+    judge([first, second])
+    for _ in range(PROBATION_STEPS):
+        first.note_step()
+    second.has_slot = True  # it started later
+    judge([first, second])
+    assert (first.standing, second.standing) == (Standing.SUSPECT, Standing.CONFINED)
 
 
 def test_nothing_runs_beside_a_confined_request() -> None:

@@ -408,6 +408,17 @@ def test_a_prefetch_ends_with_a_request_that_is_refused():
     assert kinds.index("KVLoaded") < kinds.index("Ended")  # nobody hears of a request after its end
 
 
+def test_a_request_whose_grammar_is_ready_does_not_wait_for_a_prefetch():
+    engine = Engine()
+    engine.scheduler.kv_loads.prefetch(make_request(), PROMPT, 0.0)
+    engine.serve(make_request(), grammar_deadline_s=9.0)
+    assert not engine.find(Ended)
+    engine.scheduler.release(engine.scheduler.requests["r"])  # the prefetch goes on: it began before the request came
+    engine.run()
+    assert engine.find(Ended)
+    assert engine.answer() == alone((None,), make_request())
+
+
 def test_a_second_prefetch_of_one_request_replaces_the_first():
     source, target = Engine(), Engine()
     source.serve(make_request("first"))

@@ -16,6 +16,7 @@ from cloister.engine.adapters import AdapterCalls
 from cloister.engine.cache_reports import REPORT_TIMEOUT_S, CacheReport
 from cloister.engine.calls import EngineCalls
 from cloister.engine.in_flight import (
+    NO_ANSWER,
     EventListener,
     InFlightRequest,
     InFlightRequests,
@@ -65,7 +66,6 @@ DRAINING: Final = "the server is shutting down; send the request again to anothe
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 UNSTARTABLE: Final = "the engine ended and cannot be started again; the log says why"
 BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
-NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 HOLD_KV_S: Final = 15.0
@@ -244,7 +244,7 @@ class EngineClient(RequestClient):
             num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_slots=self._config.max_num_seqs if step is None or not step.num_waiting else max(1, step.num_running),
-            num_used_blocks=0 if step is None or self._requests.is_empty else step.num_used_blocks,
+            num_used_blocks=0 if step is None else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,
             num_restarts=self.num_restarts,
@@ -412,6 +412,7 @@ class EngineClient(RequestClient):
         self._num_routed += 1
         self._want()
         self._send_due()
+        self._requests.end_overdue()  # `expire_held` was called before it came
 
     @property
     def num_shadows(self) -> int:

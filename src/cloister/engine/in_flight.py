@@ -44,6 +44,7 @@ from cloister.types.request import FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
+NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 POISONED: Final = (
     "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
 )
@@ -203,6 +204,10 @@ class InFlightRequest:
         """Whether its client has had something of its answer, which only the same weights can continue."""
         return self.has_output or len(self.open) < len(self.token_ids)
 
+    def is_overdue(self, now: float) -> bool:
+        """Whether its deadline has passed."""
+        return now >= self.submitted_s + self.request.timeout_s
+
     def snapshot(self) -> RequestSnapshot:
         """Returns its progress."""
         return RequestSnapshot(
@@ -261,7 +266,6 @@ class InFlightRequests:
 
     Attributes:
         fingerprint: of the engine's weights; None before it was there.
-        last_step: the engine's last step; None before the first one of an engine.
         holds_back: requests wait because one that may kill the engine is tried alone (`engine.poison_requests`).
     """
 
@@ -279,16 +283,20 @@ class InFlightRequests:
         self._shadows: dict[str, tuple[InFlightRequest, Shadow]] = {}
         self._listeners: list[EventListener] = []
         self._completions_s: deque[float] = deque(maxlen=_NUM_COMPLETIONS)
-        self.last_step: Stepped | None = None
+        self._last_step: Stepped | None = None
 
     def __len__(self) -> int:
         """Requests that have not ended, including those without a waiter."""
         return len(self._by_id)
 
     @property
-    def is_empty(self) -> bool:
-        """Whether the engine has no request: what its last step used is free."""
-        return not self.is_waited_for
+    def last_step(self) -> Stepped | None:
+        """The engine's last step; None before the first one of an engine. Without a request the engine has no load, whatever
+        that step left: it has ended or moved on since, without another step."""
+        step = self._last_step
+        if step is None or self.is_waited_for:
+            return step
+        return msgspec.structs.replace(step, num_running=0, num_waiting=0, num_used_blocks=0)
 
     @property
     def num_waiting(self) -> int:
@@ -316,7 +324,8 @@ class InFlightRequests:
         # Requests without a reply yet do not count as waiting while the engine has free slots. If requests still waited after
         # the last step, there are none (or no memory for them).
         num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
-        num_slots = 0 if self.last_step is not None and self.last_step.num_waiting else max(0, self._max_num_seqs - num_running)
+        step = self.last_step
+        num_slots = 0 if step is not None and step.num_waiting else max(0, self._max_num_seqs - num_running)
         return self.num_waiting < self._max_waiting + num_slots
 
     def subscribe(self, listener: EventListener) -> None:
@@ -382,6 +391,12 @@ class InFlightRequests:
         """Whether a request waits until the engine can have it."""
         return request_id in self._held
 
+    def end_overdue(self) -> None:
+        """Ends requests that are held and whose deadline has passed."""
+        now = self._clock.now()
+        for request_id in [request_id for request_id, found in self._held.items() if found.is_overdue(now)]:
+            self.end(request_id, FinishReason.TIMEOUT, NO_ANSWER)
+
     def leave(self, request_id: str) -> bool:
         """Removes the waiter of a request; one that was held ends. Returns True if it had one and its engine has it."""
         found = self._by_id.get(request_id)
@@ -419,7 +434,7 @@ class InFlightRequests:
 
     def keep_resumable(self, error: str, *, is_dead: bool = True, is_shared: bool = False) -> int:
         """Holds the requests of an engine that has ended for another one. Ends those that nothing waits for, with `error` as
-        the reply, and one that is found to kill its engines. Returns how many it keeps.
+        the reply, those whose deadline has passed, and one that is found to kill its engines. Returns how many it keeps.
 
         Args:
             is_dead: False: perhaps only the network to it has failed, which no request has done.
@@ -442,6 +457,7 @@ class InFlightRequests:
                 self._arrive(found)
                 self._happen(found, Lost(request_id, now))
         self._held = dict(self._by_id)
+        self.end_overdue()  # its engine did not end them in time, and the next one may take long to start
         self.holds_back = self._has_confined()
         return len(self._by_id)
 
@@ -566,7 +582,7 @@ class InFlightRequests:
 
     def lose_engine(self) -> None:
         """Forgets the load of an engine that has ended, and what it had yet to say."""
-        self.last_step = None
+        self._last_step = None
         self._of_others.clear()
         self._leaving.clear()
         self._shadows.clear()
@@ -607,7 +623,7 @@ class InFlightRequests:
 
     def _is_news(self, event: Event) -> bool:
         if isinstance(event, Stepped):
-            self.last_step = event
+            self._last_step = event
             return True
         if event.request_id in self._leaving and not isinstance(event, KVLoaded):
             self._note_leaving(event)

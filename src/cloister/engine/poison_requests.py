@@ -74,6 +74,11 @@ class Suspect:
             self.num_trials = 0
 
     @property
+    def was_accused(self) -> bool:
+        """Whether it is accused, or was: one that kills late is cleared sooner than requests that started after it."""
+        return self.standing is not Standing.CLEARED or self.num_pardons > 0
+
+    @property
     def is_begun(self) -> bool:
         """Whether its engine works on it."""
         return self.has_slot or self.prepares
@@ -90,7 +95,7 @@ def judge(lost: Sequence[Suspect], *, is_shared: bool = False) -> Suspect | None
     if is_alone and (not is_shared or lost[0].is_begun or lost[0].num_trials):
         return lost[0]
     begun = [suspect for suspect in lost if suspect.is_begun]
-    accused = [suspect for suspect in begun if suspect.standing is not Standing.CLEARED] or begun or list(lost)
+    accused = [suspect for suspect in begun if suspect.was_accused] or begun or list(lost)
     for suspect in lost:
         suspect.num_idle_losses += 1
         if suspect in accused:

@@ -158,8 +158,9 @@ class KVLoads:
         return len(self.loading)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether a request waits for KV."""
-        return request_id in self.loading
+        """Whether a request waits for KV: for a load that began for it, not for one that only may serve it."""
+        load = self.loading.get(request_id)
+        return load is not None and load.state is not None
 
     @property
     def num_waiting_bytes(self) -> int:
