@@ -7,6 +7,8 @@
 3. A confined request that has its engine to itself when it dies is the culprit.
 
 So three deaths find a culprit, four if cleared requests ran beside it, and a request that lost two engines never ends for that.
+One that kills late is cleared before, and accused again: also beside suspects that were not cleared, which may have started
+after it.
 That a connection to an engine of another machine ends is no death: a network that is cut accuses nobody.
 
 The worker of a sealed request knows no other one, so it cannot see that its request has the engine to itself. Each worker waits
