@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -185,7 +186,12 @@ def test_a_gateway_whose_spend_store_is_older_than_its_log_does_not_start(
         *("--log-key", "log.key", "--trust", "trust.json", "--release", world.release.digest),
         *(word for witness in world.witnesses[:2] for word in ("--witness", f"{witness.key.name}=http://127.0.0.1:1")),
     ]
-    monkeypatch.setattr("cloister.private.program.run_program", lambda *_, **__: 0)
+
+    def end_at_once(_app: object, listener: socket.socket, **_: object) -> int:
+        listener.close()
+        return 0
+
+    monkeypatch.setattr("cloister.private.program.run_program", end_at_once)
 
     def start(*more: str) -> tuple[object, str]:
         with pytest.raises(SystemExit) as left:
