@@ -198,5 +198,5 @@ def _open_keeper(
     def before_epoch(number: int) -> None:
         check_epoch(store, log.key.name, number - 1, number)
 
-    publisher = Publisher(log, trust, cosigners, before_epoch)
+    publisher = Publisher(log, trust, cosigners, before_epoch, keeps_pace=True)
     return EpochKeeper(settings, publisher, unsealer, book, issuers, log.directory)

@@ -17,7 +17,7 @@ from cloister.trust.transparency.epoch import GatewayEntry, parse_bundle
 from cloister.trust.transparency.log import Log
 from cloister.trust.transparency.membership import MAX_MEMBERS
 from cloister.trust.transparency.note import Note, Signature, parse_note
-from cloister.trust.transparency.publisher import Publisher
+from cloister.trust.transparency.publisher import Published, Publisher
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.witness import HttpWitness, NearWitness, Witness
 from cloister.types.errors import ConfigError
@@ -134,6 +134,26 @@ def test_an_older_copy_of_a_log_does_not_go_on(world: World, more: int, tmp_path
         with pytest.raises(TransparencyError, match=rf"it cosigned {3 + more} entries before, and this checkpoint has 3"):
             world.publish()
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == files
+
+
+def test_a_gateway_that_changes_its_keys_too_often_waits_until_clients_accept_the_next_ones(world: World) -> None:
+    """Its keys are in memory, so each start has others; clients accept five at once, and one an hour."""
+
+    cosigners = world.publisher._cosigners
+
+    def start(number: int) -> Published:
+        world.publisher = Publisher(world.log, world.trust, cosigners, keeps_pace=True)
+        return world.publish(gateway=GatewayEntry("https://gateway.example", b"keys %d" % number))
+
+    for number in range(5):
+        world.believe(start(number).bundle)
+        world.now += 60
+    size = world.log.checkpoint()[0].size
+    with pytest.raises(TransparencyError, match=r"changed its keys more than 5 times.*do not restart") as caught:
+        start(5)
+    assert (caught.value.reason, world.log.checkpoint()[0].size) == (Reason.TOO_FAST, size)
+    world.now += 3600
+    world.believe(start(5).bundle)
 
 
 def test_nothing_is_logged_if_the_spend_store_does_not_take_the_epoch(world: World) -> None:

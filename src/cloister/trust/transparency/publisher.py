@@ -103,7 +103,13 @@ class Publisher:
     """Writes epochs to a log."""
 
     def __init__(
-        self, log: Log, trust: Trust, cosigners: Iterable[Cosigner], before_epoch: Callable[[int], None] | None = None
+        self,
+        log: Log,
+        trust: Trust,
+        cosigners: Iterable[Cosigner],
+        before_epoch: Callable[[int], None] | None = None,
+        *,
+        keeps_pace: bool = False,
     ) -> None:
         """
         Args:
@@ -112,8 +118,11 @@ class Publisher:
             cosigners: the witnesses, queried concurrently.
             before_epoch: called with the number of the next epoch before it is logged, in a thread; nothing is logged if it
                 raises a `CloisterError`.
+            keeps_pace: logs no epoch that clients would refuse because epochs, or the gateway's keys, change too fast. False
+                is for logs that clients are tried with.
         """
         self._before_epoch = before_epoch
+        self._keeps_pace = keeps_pace
         self._is_confirmed = False
         self._log = log
         self._trust = trust
@@ -174,6 +183,12 @@ class Publisher:
 
     async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
         epoch = self._build(contents, nodes, begin, until)
+        if self._keeps_pace and (excess := self._history.pace.after(epoch).excess):
+            raise TransparencyError(
+                Reason.TOO_FAST,
+                f"clients would refuse it: {excess}. It follows by itself when they would not; until then do not restart the "
+                "gateway, which would change its keys again",
+            )
         if self._before_epoch is not None:
             await asyncio.to_thread(self._before_epoch, epoch.epoch)
         return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
