@@ -107,9 +107,11 @@ def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens:
         )
     parts = {name: refusals.fork() for name in tables}
     each: dict[str, Settings] = {}
-    for name, table in tables.items():
-        each[name] = _resolve_layers([*layers, (f"models.{name}", table)], listens, parts[name])
-    refusals.merge(parts)
+    try:
+        for name, table in tables.items():
+            each[name] = _resolve_layers([*layers, (f"models.{name}", table)], listens, parts[name])
+    finally:
+        refusals.merge(parts)
     first = next(iter(each.values()))
     return replace(first, models={name: settings.engine for name, settings in each.items()})
 

@@ -64,9 +64,8 @@ class PostgresSpendStore:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._check_durable()
-        self._run(
-            "SELECT pg_advisory_lock(4803321)", _TABLE, _ENDED, _EPOCHS, "SELECT pg_advisory_unlock(4803321)"
-        )  # two at once
+        # Two gateways may start at once.
+        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, _ENDED, _EPOCHS, "SELECT pg_advisory_unlock(4803321)")
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
         return self._run(_SPEND, parameters={"key_id": key_id, "token": token_digest, "expires_at": expires_at}) == 1
