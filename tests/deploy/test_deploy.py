@@ -160,8 +160,11 @@ def test_the_head_of_the_rules_names_those_that_can_fire_under_strict_profiles()
     assert can_fire(counts.render().decode()) == {"CloisterDown"}  # until requests have ended
     for name in ("a", "b"):
         counts.observe(Ended(name, 1, 0, 1.0, FinishReason.STOP, 3, 2, 0, 0.0, 0.5, last=True))
-    assert can_fire(counts.render().decode()) == {"CloisterDown", "CloisterPreempts"}
-    assert can_fire(Figures().render(is_healthy=True).decode()) == {"CloisterDown", "CloisterEngineUnhealthy"}
+    of_a_server = can_fire(counts.render().decode())
+    of_a_node = can_fire(Figures().render(is_healthy=True).decode())
+    assert (of_a_server, of_a_node) == ({"CloisterDown", "CloisterPreempts"}, {"CloisterDown", "CloisterEngineUnhealthy"})
+    head = (PROMETHEUS / "alerts.yml").read_text().partition("groups:")[0].partition("Of a sealed node")
+    assert [set(re.findall(r"Cloister\w+", part)) for part in (head[0], head[2])] == [of_a_server, of_a_node]
 
 
 def test_replicas_are_named_by_an_alert_and_on_the_dashboard():
