@@ -24,7 +24,7 @@ def run(capsys, *arguments):
         ("policy shw", "there is no verb 'shw'; did you mean show?", "cloister policy"),
         ("serve --prot 3", "there is no option --prot; did you mean --port?", "cloister serve"),
         ("serve --tls-cert c.pem", "there is no option --tls-cert", "cloister serve"),
-        ("serve --port abc", "--port must be a whole number", "cloister serve"),
+        ("relay --port abc", "--port must be a whole number", "cloister relay"),
         ("relay --port 99999", "--port must be at most 65535", "cloister relay"),
         ("policy show --profile safe", "--profile must be one of open, team, private, paranoid", "cloister policy show"),
         ("policy compare open", "SECOND is missing: The profile to compare it with.", "cloister policy compare"),

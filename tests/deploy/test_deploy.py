@@ -10,15 +10,19 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import yaml
 
-from cloister.engine.replica_snapshot import ReplicaSnapshot
+from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState
 from cloister.launch import resolve_settings
-from cloister.server.metrics import EngineGauges, Metrics
+from cloister.policy.counts import CountRelease
+from cloister.private.workers.metrics import Figures
+from cloister.server.metrics import EngineGauges, Metrics, ReleasedCounts
 from cloister.types.config import EngineConfig, ServerConfig, setting_names
-from cloister.types.events import Drafting, Stepped
+from cloister.types.events import Drafting, Ended, Stepped
+from cloister.types.request import FinishReason
 from tests.server.running_server import ScriptedEngine, says
 
 ROOT = Path(__file__).parents[2]
@@ -38,17 +42,23 @@ class TwoReplicas(ScriptedEngine):
         return [ReplicaSnapshot(0), ReplicaSnapshot(1)]
 
 
-def exported() -> dict[str, set[str]]:
-    """Every series that a server has, with its labels."""
+def samples() -> Iterator[tuple[str, dict[str, str]]]:
+    """Every series that a server has: its name and labels."""
     engine = TwoReplicas(says("x"))
     engine.memory, engine.startup = [("weights", 1)], [("import", 1.0)]
     metrics = Metrics(EngineGauges(engine, "m"))
     metrics.count_reply("/v1/models", 200)
     metrics.observe(Stepped(1.0, 0.1, 1, 1, 1, 0, 1, 0, 8, drafting=(Drafting("ngram", 1, (1,), (1,), 0.01),)))
-    found: dict[str, set[str]] = {}
     for family in metrics.collect():
         for sample in family.samples:
-            found.setdefault(sample.name, set()).update(sample.labels)
+            yield sample.name, sample.labels
+
+
+def exported() -> dict[str, set[str]]:
+    """The labels of every series of a server, by its name."""
+    found: dict[str, set[str]] = {}
+    for name, labels in samples():
+        found.setdefault(name, set()).update(labels)
     return found
 
 
@@ -104,6 +114,57 @@ def test_every_alert_says_what_and_what_to_do():
 def promtool(*arguments: str, folder: Path = PROMETHEUS) -> None:
     ended = subprocess.run(["promtool", *arguments], cwd=folder, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+ALERT_TESTS = yaml.safe_load((PROMETHEUS / "alerts_test.yml").read_text())["tests"]
+
+
+def test_every_alert_fires_in_a_test_and_spares_an_instance_or_a_moment():
+    """`promtool test rules` fails where an alert fires that a test does not expect."""
+    fires, spares = set(), set()
+    for test in ALERT_TESTS:
+        instances = {re.search(r'instance="(\w+)"', given["series"])[1] for given in test["input_series"]}
+        for case in test["alert_rule_test"]:
+            (fires if case["exp_alerts"] else spares).add(case["alertname"])
+            if {alert["exp_labels"]["instance"] for alert in case["exp_alerts"]} < instances:
+                spares.add(case["alertname"])
+    assert fires == spares == {rule["alert"] for rule in RULES}
+
+
+@pytest.mark.parametrize("series", sorted({given["series"] for test in ALERT_TESTS for given in test["input_series"]}))
+def test_what_alerts_are_tested_with_is_what_a_server_exports(series):
+    """The same name, the same labels, and of labels with fixed values one of these; `instance` and `job` are of Prometheus."""
+    name = series.partition("{")[0]
+    labels = dict(re.findall(r'(\w+)="([^"]*)"', series))
+    if name == "up":
+        assert set(labels) == {"job", "instance"}
+        return
+    del labels["instance"]
+    known = [real for exported_name, real in samples() if exported_name == name]
+    assert known
+    assert all(set(real) == set(labels) for real in known)
+    for label in labels.keys() & {"le", "finished_reason"}:
+        assert labels[label] in {real[label] for real in known}
+    if name == "cloister_replica_state":
+        assert labels["state"] in get_args(ReplicaState)
+
+
+def test_the_head_of_the_rules_names_those_that_can_fire_under_strict_profiles():
+    """An expression of which a series is missing never fires."""
+
+    def can_fire(text: str) -> set[str]:
+        names = set(re.findall(r"^(cloister_\w+)", text, re.MULTILINE)) | {"up"}
+        return {rule["alert"] for rule in RULES if set(re.findall(r"\b(?:cloister_\w+|up)\b", rule["expr"])) <= names}
+
+    counts = ReleasedCounts(CountRelease(threshold=2))
+    assert can_fire(counts.render().decode()) == {"CloisterDown"}  # until requests have ended
+    for name in ("a", "b"):
+        counts.observe(Ended(name, 1, 0, 1.0, FinishReason.STOP, 3, 2, 0, 0.0, 0.5, last=True))
+    of_a_server = can_fire(counts.render().decode())
+    of_a_node = can_fire(Figures().render(is_healthy=True).decode())
+    assert (of_a_server, of_a_node) == ({"CloisterDown", "CloisterPreempts"}, {"CloisterDown", "CloisterEngineUnhealthy"})
+    head = (PROMETHEUS / "alerts.yml").read_text().partition("groups:")[0].partition("Of a sealed node")
+    assert [set(re.findall(r"Cloister\w+", part)) for part in (head[0], head[2])] == [of_a_server, of_a_node]
 
 
 def test_replicas_are_named_by_an_alert_and_on_the_dashboard():

@@ -6,6 +6,7 @@ import base64
 import hashlib
 import json
 import signal
+import socket
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -166,6 +167,45 @@ def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: 
             assert http.get(f"{gateway_url}/.well-known/cloister/log/{path}").status_code == 404
         served = http.get(f"{gateway_url}/.well-known/cloister/log/tile/entries/000.p/2")
         assert served.content == (world.log.directory / "tile" / "entries" / "000.p" / "2").read_bytes()
+
+
+def test_a_gateway_whose_spend_store_is_older_than_its_log_does_not_start(
+    tmp_path: Path, issuer_key: dict[str, object], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens that were spent since the copy would pay again."""
+    monkeypatch.chdir(tmp_path)
+    world = World(tmp_path, now=time.time())
+    newest = world.believe(world.publish().bundle).epoch.epoch
+    write_key(tmp_path / "log.key", world.log_key)
+    (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
+    (tmp_path / "issuer.json").write_text(json.dumps([issuer_key]))
+    (tmp_path / "relays").write_text(RELAY_SECRET)
+    command = [
+        *("gateway", "--url", GATEWAY, "--node", "http://127.0.0.1:1", "--spend-store", "sqlite:///spent.db", "--port", "0"),
+        *("--relay-secrets", "relays", "--issuer-keys", "issuer.json", "--log", str(world.log.directory)),
+        *("--log-key", "log.key", "--trust", "trust.json", "--release", world.release.digest),
+        *(word for witness in world.witnesses[:2] for word in ("--witness", f"{witness.key.name}=http://127.0.0.1:1")),
+    ]
+
+    def end_at_once(_app: object, listener: socket.socket, **_: object) -> int:
+        listener.close()
+        return 0
+
+    monkeypatch.setattr("cloister.private.program.run_program", end_at_once)
+
+    def start(*more: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as left:
+            main([*command, *more])
+        return left.value.code, capfd.readouterr().err
+
+    for more in ((), ("--accept-store", str(newest + 1))):
+        status, said = start(*more)
+        assert (status, f"does not know epoch {newest}" in said) == (1, True)
+    assert start("--accept-store", str(newest)) == (
+        0,
+        f"warning: tokens that were spent before epoch {newest} may pay once more: --accept-store\n",
+    )
+    assert start() == (0, "")  # it knows that epoch now
 
 
 GATEWAY_OPTIONS = {

@@ -611,6 +611,19 @@ def test_a_disk_that_fails_is_said_in_words(tmp_path):
             write()
 
 
+def test_files_whose_key_is_missing_are_not_given_another(tmp_path):
+    config = ServerConfig(files=str(tmp_path / "kept"))
+    service = FileService.open(config, make_gate())
+    service.store.create(Owner.of(service.store.vault, b"local"), "a", b"x")
+    service.close()
+    (tmp_path / "kept.key").rename(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match=r"kept\.key, without which nobody can read them, is missing"):
+        FileService.open(config, make_gate())
+    assert not (tmp_path / "kept.key").exists()
+    (tmp_path / "elsewhere").rename(tmp_path / "kept.key")
+    FileService.open(config, make_gate()).close()
+
+
 def test_a_key_file_that_was_changed_is_named_at_start(tmp_path):
     config = ServerConfig(files=str(tmp_path / "kept"))
     service = FileService.open(config, make_gate())

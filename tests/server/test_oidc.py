@@ -26,7 +26,7 @@ from cloister.server import oidc
 from cloister.server.oidc import KEEP_S, REFRESH_S, RETRY_S, IssuerError, TokenVerifier
 from cloister.types.config import ServerConfig
 from cloister.types.errors import AuthenticationError, ConfigError, PolicyError
-from cloister.types.scope import ScopeKind
+from cloister.types.scope import PERSON_LIFETIME_S, ScopeKind
 from tests.server.issuer import AUDIENCE, RSA, Issuer, issuing
 from tests.server.running_server import MODEL, ScriptedEngine, says, serving, serving_script, start_speaking
 from tests.server.test_bad_input import check_error
@@ -256,6 +256,7 @@ def test_people_have_scopes_of_their_own(issuer):
     ann, ben = (gate.admit_person(gate.people.admit({}, {**claims, "sub": sub}, 1000)) for sub in ("ann", "ben"))
     assert ann.scope.kind is ScopeKind.TENANT
     assert ann.scope != ben.scope
+    assert ann.scope.lifetime_s == ben.scope.lifetime_s == PERSON_LIFETIME_S  # their shares of the cache become free again
     assert not ann.is_operator
     with pytest.raises(AuthenticationError, match="token of its issuer"):
         gate.admit(None)

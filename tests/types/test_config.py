@@ -20,9 +20,9 @@ def test_none_does_not_count():
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"port": "8000"}, "of type int"),
+        ({"port": "8000"}, "a whole number, not text"),
         ({"port": 70000}, "at most 65535"),
-        ({"port": True}, "of type int"),
+        ({"port": True}, "a whole number, not true or false"),
         ({"drain_timeout_s": -1}, "at least 0"),
         ({"drain_timeout_s": float("nan")}, "finite"),
         ({"drain_timeout_s": float("inf")}, "finite"),

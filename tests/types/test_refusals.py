@@ -108,3 +108,59 @@ def test_an_engine_that_does_not_listen_reads_the_config_of_a_sealed_node(tmp_pa
     assert resolve_settings(config_file=path, listens=False).server.config.release == "r"
     with pytest.raises(ConfigError, match="start one with --sealed"):
         resolve_settings(config_file=path)
+
+
+def messages_of(config_file: Path | None = None, **flags: object) -> list[str]:
+    with pytest.raises(RefusedSettings) as refused:
+        resolve_settings(flags, config_file)
+    return [refusal.message for refusal in refused.value.refusals]
+
+
+def test_of_several_models_each_refusal_names_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    a, b = '[models.a]\nmodel = "x"\nquant = "int7"\n', '[models.b]\nmodel = "y"\nquant = "int5"\nlora = 3\n'
+    file.write_text(f'port = 99999\nscheduler = "x"\n{a}{b}')
+    said = messages_of(file)
+    assert [message.split(" ")[0] for message in said] == ["port", "unknown", "[models.a]:", "[models.b]:", "[models.b]:"]
+    assert ["int7" in said[2], "lora" in said[3], "int5" in said[4]] == [True, True, True]
+
+
+def test_an_everyday_word_in_a_message_is_not_a_setting() -> None:
+    """`on` cannot be read; the other message has `switch fork_server on`."""
+    assert [message.split(" ")[0] for message in messages_of(on="mars", idle_keeps="weights", fork_server=False)] == [
+        "on",
+        "idle_keeps",
+    ]
+    said = messages_of(port=99999, kv_transfer="tls://127.0.0.1:5000", replicas=2)  # "listens on a port of its own"
+    assert [message.split(" ")[0] for message in said] == ["port", "each"]
+
+
+@pytest.mark.parametrize(
+    ("unread", "other", "why"),
+    [
+        ({"replicas": 0}, {"standby": 1}, "set replicas to 2 or more"),
+        ({"sealed": "yes"}, {"gateway_secret": "x"}, "add --sealed"),
+        ({"numerics": "x"}, {"kv_tier": "host:1G", "kv_tier_codec": "fine"}, "or set numerics fast"),
+        ({"speculate": 1}, {"draft_tokens": 2, "profile": "private"}, "leave the setting `speculate` out"),
+        ({"on": "mars"}, {"ray_address": "auto"}, "add --on ray"),
+    ],
+)
+def test_what_may_follow_from_an_everyday_name_is_not_said(
+    unread: dict[str, object], other: dict[str, object], why: str
+) -> None:
+    with pytest.raises(ConfigError) as alone:
+        resolve_settings(unread | other)
+    (name,) = unread
+    assert alone.value.param == name
+    with pytest.raises((ConfigError, PolicyError)) as refused:
+        resolve_settings(other)
+    assert why in str(refused.value)
+
+
+def test_flags_of_a_wrong_type_come_with_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["serve", "--port", "abc", "--stall-timeout-s", "soon", "--kv-tier-codec", "fine"])
+    assert left.value.code == 1
+    head, *lines = capsys.readouterr().err.splitlines()
+    assert head == "error: 3 settings are wrong or refused:"
+    assert sorted(lines)[-2:] == ["- port must be a whole number, not text", "- stall_timeout_s must be a number, not text"]

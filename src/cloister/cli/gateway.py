@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from cloister.private.epochs import EpochKeeper, EpochSettings
     from cloister.private.nodes import NodeBook
     from cloister.private.unsealing import LocalUnsealer
+    from cloister.trust.tokens import SpendStore
     from cloister.trust.transparency.epoch import IssuerEntry
+    from cloister.trust.transparency.log import Log
 
 
 def gateway(
@@ -30,6 +32,15 @@ def gateway(
     spend_store: Annotated[
         str, typer.Option(help="Store of spent tokens: sqlite:///FILE, postgresql://... or redis://...", metavar="URL")
     ],
+    accept_store: Annotated[
+        int | None,
+        typer.Option(
+            help="Go on with a spend store that has not seen this epoch, the log's newest, because the newer one is lost:"
+            " tokens that were spent since pay once more.",
+            metavar="EPOCH",
+            min=1,
+        ),
+    ] = None,
     node_secret: Annotated[
         Path | None, typer.Option(help="File with the secret that authenticates this gateway to the nodes.", metavar="FILE")
     ] = None,
@@ -102,7 +113,14 @@ def gateway(
             raise ConfigError("a log needs --log-key, --trust and --release too", param="log")
         settings = EpochSettings(url, release, profile)
         keeper = _open_keeper(
-            settings, log, log_key, trust, witness or [], unsealer, book, lambda: list_issuers(shown, time.time())
+            settings,
+            _open_log(log, log_key, trust, store, accept_store),
+            trust,
+            witness or [],
+            unsealer,
+            book,
+            lambda: list_issuers(shown, time.time()),
+            store,
         )
     config = GatewayConfig(url, read_secrets(relay_secrets), read_secret(node_secret) if node_secret is not None else None)
     reloader = Reloader([WatchedFiles("issuer keys", (issuer_keys,), read_keys_again)])
@@ -120,22 +138,47 @@ def gateway(
     raise typer.Exit(status)
 
 
+def _open_log(directory: Path, key_file: Path, trust_file: Path, store: SpendStore, accepted: int | None) -> Log:
+    """Opens the log of a gateway whose spend store has seen its newest epoch.
+
+    Raises:
+        ConfigError: it has not, and `accepted` is not the number of that epoch.
+    """
+    from cloister.trust.tokens import check_epoch
+    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.history import History
+    from cloister.trust.transparency.log import Log
+    from cloister.trust.transparency.trust import read_trust
+
+    log = Log(directory, read_key(key_file))
+    history = History(log, read_trust(trust_file).releases)
+    history.advance(log.checkpoint()[0].size)
+    newest = history.epoch.epoch if history.epoch else 0
+    try:
+        check_epoch(store, log.key.name, newest, newest)
+    except ConfigError:
+        if accepted != newest:
+            raise
+        store.note_epoch(log.key.name, 0, newest)
+        typer.echo(f"warning: tokens that were spent before epoch {newest} may pay once more: --accept-store", err=True)
+    return log
+
+
 def _open_keeper(
     settings: EpochSettings,
-    log: Path,
-    log_key: Path,
+    log: Log,
     trust_file: Path,
     witnesses: list[str],
     unsealer: LocalUnsealer,
     book: NodeBook,
     issuers: Callable[[], tuple[IssuerEntry, ...]],
+    store: SpendStore,
 ) -> EpochKeeper:
     import httpx
 
     from cloister.private.epochs import EpochKeeper
     from cloister.private.upstream import check_url
-    from cloister.trust.transparency.files import read_key
-    from cloister.trust.transparency.log import Log
+    from cloister.trust.tokens import check_epoch
     from cloister.trust.transparency.publisher import Publisher
     from cloister.trust.transparency.trust import read_trust
     from cloister.trust.transparency.witness import DEADLINE_S, HttpWitness
@@ -151,4 +194,9 @@ def _open_keeper(
         cosigners.append(HttpWitness(check_url(address, "witness"), known[name], client))
     if len(cosigners) < trust.threshold:
         raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")
-    return EpochKeeper(settings, Publisher(Log(log, read_key(log_key)), trust, cosigners), unsealer, book, issuers, log)
+
+    def before_epoch(number: int) -> None:
+        check_epoch(store, log.key.name, number - 1, number)
+
+    publisher = Publisher(log, trust, cosigners, before_epoch, keeps_pace=True)
+    return EpochKeeper(settings, publisher, unsealer, book, issuers, log.directory)

@@ -53,6 +53,7 @@ def issuer(
     url, identity = check_url(url, "url"), read_key(key)
     state = state.expanduser()
     shelf = KeyShelf(state / "keys", budget=token_budget)
+    shelf.check_current(time.time())
     if show_keys:
         typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)
         return

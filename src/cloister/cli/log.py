@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import base64
 import json
+import time
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -17,6 +19,9 @@ app = typer.Typer(help="Keep and check a transparency log.", no_args_is_help=Tru
 Directory = Annotated[Path, typer.Argument(help="The log's directory.", metavar="DIR")]
 LogKey = Annotated[str, typer.Option("--log", help="The log's verifier key.", metavar="KEY")]
 Releases = Annotated[list[str], typer.Option("--release", help="A verifier key that is trusted for releases.", metavar="KEY")]
+
+_COLUMNS = ("index", "kind", "number")
+"""Of `show`, for every kind of entry; what only some kinds have is in one column after them."""
 
 
 class KeyRole(StrEnum):
@@ -82,7 +87,7 @@ def add(
 def show(
     directory: Directory, log: LogKey, as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False
 ) -> None:
-    """List the entries: epochs, releases and revocations. Signatures of releases are checked by `verify`."""
+    """List the entries: epochs, releases, memberships and revocations. Signatures of releases are checked by `verify`."""
     from cloister.trust.transparency.note import PublicKey
     from cloister.trust.transparency.replay import describe_entry
     from cloister.trust.transparency.tiles import LogReader
@@ -93,8 +98,17 @@ def show(
     if as_json:
         typer.echo(json.dumps(rows, indent=2))
         return
-    for row in rows:
-        typer.echo("  ".join(str(value) for value in row.values()))
+    lines = [(*_COLUMNS, "details"), *map(_line_of, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    for line in lines:  # plain text, as digests are to be copied and searched whatever the width of the terminal
+        typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
+
+
+def _line_of(row: Mapping[str, str | int]) -> tuple[str, ...]:
+    details = {name: value for name, value in row.items() if name not in _COLUMNS}
+    if "not_before" in details:
+        details["not_before"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(int(details["not_before"])))
+    return (*(str(row.get(name, "")) for name in _COLUMNS), ", ".join(f"{name} {value}" for name, value in details.items()))
 
 
 @app.command()

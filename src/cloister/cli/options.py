@@ -190,6 +190,18 @@ def _help_all_parameter() -> inspect.Parameter:
     return inspect.Parameter(HELP_ALL, inspect.Parameter.KEYWORD_ONLY, default=False, annotation=Annotated[bool, option])
 
 
+def _number_or_text(kind: type[int] | type[float]) -> Callable[[str], object]:
+    """Returns a parser of numbers that leaves other text as it is: it is refused with everything else that is wrong."""
+
+    def parse(given: str) -> object:
+        try:
+            return kind(given)
+        except ValueError:
+            return given
+
+    return parse
+
+
 def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
     parts = [flag.values] if flag.choices or flag.low is not None else []
     parts += [] if flag.default is None else [f"default: {flag.shown_default}"]
@@ -201,6 +213,7 @@ def _parameter(flag: Flag, panel: str) -> inspect.Parameter:
         show_default=False,
         rich_help_panel=panel,
         autocompletion=flag.complete if flag.choices else None,
+        parser=_number_or_text(flag.kind) if flag.kind in (int, float) else None,
     )
     return inspect.Parameter(
         flag.name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Annotated[flag.kind | None, option]

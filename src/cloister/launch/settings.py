@@ -105,7 +105,13 @@ def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens:
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
             param="models",
         )
-    each = {name: _resolve_layers([*layers, (f"models.{name}", table)], listens, refusals) for name, table in tables.items()}
+    parts = {name: refusals.fork() for name in tables}
+    each: dict[str, Settings] = {}
+    try:
+        for name, table in tables.items():
+            each[name] = _resolve_layers([*layers, (f"models.{name}", table)], listens, parts[name])
+    finally:
+        refusals.merge(parts)
     first = next(iter(each.values()))
     return replace(first, models={name: settings.engine for name, settings in each.items()})
 
@@ -415,7 +421,7 @@ def _check_unit(server: ServerConfig) -> Iterator[CloisterError]:
             "unit_policy is for machines of a unit; set unit_members or unit_port, or leave it out", param="unit_policy"
         )
     if server.unit_port is not None and server.unit_port == server.port:
-        yield ConfigError("the unit port takes no requests; set unit_port to another port than port", param="unit_port")
+        yield ConfigError("the unit port takes no requests; set unit_port to another port than `port`", param="unit_port")
 
 
 def _is_in_unit(server: ServerConfig) -> bool:

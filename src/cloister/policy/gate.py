@@ -14,7 +14,7 @@ from cloister.policy.credentials import Credential, Credentials, RandomBytes
 from cloister.policy.policy import Policy, Use
 from cloister.policy.quotas import Account
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
-from cloister.types.scope import LOCAL_SCOPE, SESSION_LIFETIME_S, Scope, ScopeKind
+from cloister.types.scope import LOCAL_SCOPE, PERSON_LIFETIME_S, SESSION_LIFETIME_S, Scope, ScopeKind
 
 if TYPE_CHECKING:
     from cloister.policy.oidc import People, Person
@@ -138,7 +138,9 @@ class Gate:
             self._person_accounts.move_to_end(person.account)
             if len(self._person_accounts) > MAX_PEOPLE:
                 self._person_accounts.popitem(last=False)
-        return self._admit(person.salt, person.tenant, person.priority, account, person.is_operator)
+        return self._admit(
+            person.salt, person.tenant, person.priority, account, person.is_operator, lifetime_s=PERSON_LIFETIME_S
+        )
 
     def readmit(self, key: bytes | None) -> Admission | None:
         """Admits background work, one class below that of the key; None if the key was removed.
@@ -160,9 +162,17 @@ class Gate:
         admission = self._admit(salt, credential.tenant, credential.priority, account, credential.is_operator)
         return replace(admission, owner=salt, key=credential.digest)
 
-    def _admit(self, salt: bytes, tenant: str, priority: int, account: Account | None, is_operator: bool) -> Admission:
+    def _admit(
+        self,
+        salt: bytes,
+        tenant: str,
+        priority: int,
+        account: Account | None,
+        is_operator: bool,
+        lifetime_s: float | None = None,
+    ) -> Admission:
         is_alone = self.policy.widest_scope is ScopeKind.REQUEST
-        scope = self._fresh_scope() if is_alone else Scope(ScopeKind.TENANT, salt)
+        scope = self._fresh_scope() if is_alone else Scope(ScopeKind.TENANT, salt, lifetime_s)
         # An anonymous user cannot be targeted: a strict profile shows the engine the public class in place of the tenant.
         shown = tenant if self.policy.names_tenants else f"class {priority}"
         return Admission(scope, shown, priority, account, is_operator)

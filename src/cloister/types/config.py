@@ -559,6 +559,12 @@ def setting_names(*classes: type[Any]) -> tuple[str, ...]:
     return tuple(f.name for cls in classes for f in fields(cls))
 
 
+_KINDS: Final[Mapping[type[Any], str]] = {
+    int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list", dict: "a table",
+}  # fmt: skip
+"""The types of values, as users call them."""
+
+
 def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]) -> object:
     """Converts `value` to the declared type of a setting.
 
@@ -569,7 +575,7 @@ def check_value(name: str, value: object, hint: Any, metadata: Mapping[str, Any]
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         value = float(value)
     if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise ConfigError(f"{name} must be of type {kind.__name__}, not {type(value).__name__}", param=name)
+        raise ConfigError(f"{name} must be {_KINDS[kind]}, not {_KINDS.get(type(value), type(value).__name__)}", param=name)
     if metadata["choices"] and value not in metadata["choices"]:
         raise ConfigError(f"{name} must be one of: {', '.join(metadata['choices'])}", param=name)
     if isinstance(value, int | float):

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Final
 
 from cloister.types.errors import CloisterError, ConfigError, PolicyError
 
-_WORD: Final = re.compile(r"\w+")
+_NAME: Final = re.compile(r"\w+")
 
 
 class RefusedSettings(ConfigError):
@@ -61,8 +62,8 @@ class Refusals:
 
     def add(self, refusal: CloisterError) -> None:
         """Takes a refusal, of which `param` begins with the setting's name."""
-        names = _WORD.findall(refusal.param or "")[:1]
-        if self._refused.isdisjoint(names) and self._unread.isdisjoint((*names, *_WORD.findall(refusal.message))):
+        names = _NAME.findall(refusal.param or "")[:1]
+        if self._refused.union(self._unread).isdisjoint(names) and not any(_names(refusal.message, n) for n in self._unread):
             self._refused.update(names)
             self._found.append(refusal)
 
@@ -71,6 +72,25 @@ class Refusals:
         if refusal.message not in (found.message for found in self._found):
             self._found.append(refusal)
         self._unread.update(names)
+
+    def fork(self) -> Refusals:
+        """Returns a collection for one of several models, which knows what was refused before."""
+        forked = Refusals()
+        forked._refused, forked._unread = set(self._refused), set(self._unread)
+        return forked
+
+    def merge(self, of_models: Mapping[str, Refusals]) -> None:
+        """Takes the refusals of several models: what all share once, and what only some have with the model's name."""
+        said_by = {name: {refusal.message for refusal in forked._found} for name, forked in of_models.items()}
+        shared = set.intersection(*said_by.values())
+        for name, forked in of_models.items():
+            for refusal in forked._found:
+                if refusal.message not in shared:
+                    self._found.append(_of_model(name, refusal))
+                elif refusal.message not in (found.message for found in self._found):
+                    self._found.append(refusal)
+            self._refused |= forked._refused
+            self._unread |= forked._unread
 
     def extend(self, refusals: Iterable[CloisterError]) -> None:
         """Takes what a check yields, and the refusal that ends it."""
@@ -90,3 +110,20 @@ class Refusals:
         except (ConfigError, PolicyError) as refusal:
             refusal.param = refusal.param or setting
             self.add(refusal)
+
+
+def _names(message: str, setting: str) -> bool:
+    """Whether a message names a setting. A name of one word may also be an everyday word, such as `on` or `port`: it counts
+    where it is set apart, or where the message says to set it or to leave it out."""
+    name = re.escape(setting)
+    if "_" in setting:
+        return re.search(rf"\b{name}\b", message) is not None
+    apart = rf"(?:`|--|\b(?:add|leave|set(?: \w+ and)?) |\band (?={name} to\b)){name}\b|\b{name} '"
+    return re.search(apart, message) is not None
+
+
+def _of_model(name: str, refusal: CloisterError) -> CloisterError:
+    named = copy.copy(refusal)
+    named.message = f"[models.{name}]: {refusal.message}"
+    named.args = (named.message,)
+    return named

@@ -56,6 +56,9 @@ class Scope(msgspec.Struct, frozen=True):
 
 SESSION_LIFETIME_S = 300.0
 """Lifetime of a session's state after its last request."""
+PERSON_LIFETIME_S = 3600.0
+"""Lifetime of the state of an issuer's users after their last request. Their number is unknown when shares of the cache are
+divided, so a share has to become free again."""
 PUBLIC_SCOPE = Scope(ScopeKind.PUBLIC, b"")
 """The public scope: prefixes of the release only, nothing from requests."""
 LOCAL_SCOPE = Scope(ScopeKind.LOCAL, b"")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import stat
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -203,6 +204,21 @@ def test_key_files_are_closed_to_others_and_a_broken_one_is_named(service: Token
     path.write_text(path.read_text().replace("0x", "0x1", 1))
     with pytest.raises(ConfigError, match="broken"):
         KeyShelf(tmp_path / "keys", budget=1).turn(START)
+
+
+def test_an_older_copy_of_the_directory_makes_no_second_key_for_a_week(tmp_path: Path) -> None:
+    """Two keys for one week have all clients wait until both have ended."""
+    shelf = KeyShelf(tmp_path / "keys", budget=1)
+    shelf.check_current(START)  # a new issuer
+    shelf.turn(START)
+    shelf.check_current(START)
+    old = shutil.copytree(tmp_path / "keys", tmp_path / "old")
+    shelf.turn(START + EPOCH_S - 3600)
+    shelf.check_current(START + EPOCH_S)  # it has run the day before
+    for late_s in (EPOCH_S, 5 * EPOCH_S):
+        with pytest.raises(ConfigError, match=r"keys of earlier weeks only.*has not run since 20\d\d-\d\d-\d\d 00:00 UTC"):
+            KeyShelf(old, budget=1).check_current(START + late_s)
+    KeyShelf(old, budget=1).check_current(START + 3600)
 
 
 def test_two_issuers_of_one_directory_make_one_key(tmp_path: Path) -> None:

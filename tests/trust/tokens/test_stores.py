@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cloister.trust.tokens import SpendStore, SpendStoreError, open_spend_store
+from cloister.trust.tokens import SpendStore, SpendStoreError, check_epoch, open_spend_store
 from cloister.types.errors import ConfigError
 from tests.store_servers import DURABLE, PostgresServer, RedisServer, find_postgres
 
@@ -159,6 +159,24 @@ def test_a_key_ends_with_its_records_and_for_good(place: Place, store: SpendStor
         assert not each.spend(extended, digest("first"), 3_000_000_001)
     assert store.spend(running, digest("second"), 3_000_000_001)
     again.close()
+
+
+def test_a_store_tells_whether_it_has_seen_an_epoch(place: Place, store: SpendStore) -> None:
+    """An older copy of a store lacks the newest epoch of its gateway's log, and a new store lacks all."""
+    assert not store.note_epoch("log.example", 1, 2)  # a new store, and a log that had an epoch
+    assert store.note_epoch("log.example", 0, 0)
+    assert all(store.note_epoch("log.example", number - 1, number) for number in range(1, 12))
+    assert store.note_epoch("log.example", 11, 11)
+    assert store.note_epoch("log.example", 7, 7)  # one that was noted, but not logged any more before a crash
+    again = open_spend_store(place.url)
+    assert again.note_epoch("log.example", 11, 12)
+    again.close()
+    assert not store.note_epoch("log.example", 13, 14)
+    assert not store.note_epoch("log.example", 13, 13)  # nothing was recorded
+    assert not store.note_epoch("other.example", 1, 2)
+    with pytest.raises(ConfigError, match=r"does not know epoch 13.*--accept-store 13") as refused:
+        check_epoch(store, "log.example", 13, 13)
+    assert refused.value.param == "spend_store"
 
 
 def test_keys_that_end_while_32_threads_spend_give_no_token_twice(store: SpendStore) -> None:

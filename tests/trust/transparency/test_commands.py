@@ -98,6 +98,15 @@ def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Pa
 
     shown = json.loads(run("log", "show", log, "--log", public["log"], "--json"))
     assert [row["kind"] for row in shown] == ["release", "membership", "epoch"]
+    head, *lines = run("log", "show", log, "--log", public["log"]).splitlines()
+    assert head.split() == ["index", "kind", "number", "details"]
+    began = "not_before 2026-09-21T14:13:20Z"
+    for line, row, details in zip(lines, shown, (f"release {release.digest}", began, "nodes 1, release"), strict=True):
+        index, kind, number, rest = (line[head.index(name) :] for name in head.split())
+        assert index.startswith(f"{row['index']} ")
+        assert kind.startswith(f"{row['kind']} ")
+        assert number.startswith("1 ")
+        assert details in rest
     assert "membership 1 holds: 1 nodes" in run("log", "verify", log, "--log", public["log"], "--release", public["release"])
     assert "numbered one after the other, up to 1" in run(
         "log", "verify", log, "--log", public["log"], "--release", public["release"]

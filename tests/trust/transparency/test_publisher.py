@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import hashlib
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,9 +17,10 @@ from cloister.trust.transparency.epoch import GatewayEntry, parse_bundle
 from cloister.trust.transparency.log import Log
 from cloister.trust.transparency.membership import MAX_MEMBERS
 from cloister.trust.transparency.note import Note, Signature, parse_note
-from cloister.trust.transparency.publisher import Publisher
+from cloister.trust.transparency.publisher import Published, Publisher
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.witness import HttpWitness, NearWitness, Witness
+from cloister.types.errors import ConfigError
 from tests.trust.transparency.world import World, keys_of, make_evidence, make_release
 
 
@@ -101,17 +103,77 @@ def test_one_witness_may_be_away_and_two_may_not(world: World) -> None:
     contents = world.contents()
     one_away = Publisher(world.log, world.trust, [*near[:2], Silent()])
     world.believe(asyncio.run(one_away.publish(contents, world.now)).bundle)
-    two_away = Publisher(world.log, world.trust, [near[0], Silent(), Silent()])
+    one_away._cosigners = (near[0], Silent(), Silent())
     with pytest.raises(TransparencyError) as caught:
-        asyncio.run(two_away.publish(contents, world.now))
+        asyncio.run(one_away.publish(contents, world.now))
     assert caught.value.reason == Reason.TOO_FEW_WITNESSES
     again = world.publish()  # what was logged without witnesses does not stop the next one
     assert world.believe(again.bundle).epoch.epoch == 3
 
 
+def test_after_a_start_nothing_is_logged_that_follows_what_witnesses_have_not_confirmed(world: World) -> None:
+    near = list(world.publisher._cosigners)
+    two_away = Publisher(world.log, world.trust, [near[0], Silent(), Silent()])
+    size = world.log.checkpoint()[0].size
+    with pytest.raises(TransparencyError, match="do not confirm its 2 entries") as caught:
+        asyncio.run(two_away.publish(world.contents(), world.now))
+    assert caught.value.reason == Reason.TOO_FEW_WITNESSES
+    assert world.log.checkpoint()[0].size == size
+
+
+@pytest.mark.parametrize("more", [1, 2])
+def test_an_older_copy_of_a_log_does_not_go_on(world: World, more: int, tmp_path: Path) -> None:
+    """Its next epoch would be a second history, which the log's key has signed and every client remembers."""
+    world.publish()
+    copy = shutil.copytree(world.log.directory, tmp_path / "copy")
+    for _ in range(more):
+        world.publish()
+    files = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    world.publisher = world.make_publisher(Log(copy, world.log_key))
+    for _ in range(2):
+        with pytest.raises(TransparencyError, match=rf"it cosigned {3 + more} entries before, and this checkpoint has 3"):
+            world.publish()
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == files
+
+
+def test_a_gateway_that_changes_its_keys_too_often_waits_until_clients_accept_the_next_ones(world: World) -> None:
+    """Its keys are in memory, so each start has others; clients accept five at once, and one an hour."""
+
+    cosigners = world.publisher._cosigners
+
+    def start(number: int) -> Published:
+        world.publisher = Publisher(world.log, world.trust, cosigners, keeps_pace=True)
+        return world.publish(gateway=GatewayEntry("https://gateway.example", b"keys %d" % number))
+
+    for number in range(5):
+        world.believe(start(number).bundle)
+        world.now += 60
+    size = world.log.checkpoint()[0].size
+    with pytest.raises(TransparencyError, match=r"changed its keys more than 5 times.*do not restart") as caught:
+        start(5)
+    assert (caught.value.reason, world.log.checkpoint()[0].size) == (Reason.TOO_FAST, size)
+    world.now += 3600
+    world.believe(start(5).bundle)
+
+
+def test_nothing_is_logged_if_the_spend_store_does_not_take_the_epoch(world: World) -> None:
+    known = [1]
+
+    def before_epoch(number: int) -> None:
+        if number not in known:
+            raise ConfigError("an older copy")
+
+    publisher = Publisher(world.log, world.trust, world.publisher._cosigners, before_epoch)
+    world.believe(asyncio.run(publisher.publish(world.contents(), world.now)).bundle)
+    size = world.log.checkpoint()[0].size
+    with pytest.raises(ConfigError, match="an older copy"):
+        asyncio.run(publisher.publish(world.contents(), world.now))
+    assert world.log.checkpoint()[0].size == size
+
+
 def test_an_epoch_that_waits_for_witnesses_is_not_logged_again_and_again(world: World) -> None:
     class Away(NearWitness):
-        is_away = True
+        is_away = False
 
         async def cosign(self, log: Log, note: Note) -> Sequence[Signature]:
             if self.is_away:
@@ -121,22 +183,24 @@ def test_an_epoch_that_waits_for_witnesses_is_not_logged_again_and_again(world: 
     witnesses = [Away(witness, lambda: world.now) for witness in world.witnesses]
     publisher = Publisher(world.log, world.trust, witnesses)
     contents = world.contents()
+    asyncio.run(publisher.publish(contents, world.now))
+    Away.is_away = True
     for _ in range(3):
         with pytest.raises(TransparencyError):
             asyncio.run(publisher.publish(contents, world.now))
         world.now += 5
-    assert world.log.checkpoint()[0].size == 3
+    assert world.log.checkpoint()[0].size == 4
     Away.is_away = False
     published = asyncio.run(publisher.publish(contents, world.now))
-    assert world.believe(published.bundle).epoch.epoch == 1
-    assert world.log.checkpoint()[0].size == 3
+    assert world.believe(published.bundle).epoch.epoch == 2
+    assert world.log.checkpoint()[0].size == 4
     assert world.log.checkpoint()[1].signatures == parse_note(parse_bundle(published.bundle).checkpoint).signatures
     Away.is_away = True
     with pytest.raises(TransparencyError):
         asyncio.run(publisher.publish(contents, world.now))
     with pytest.raises(TransparencyError):  # other contents, another epoch
         asyncio.run(publisher.publish(world.contents(gateway=GatewayEntry("https://other.example", b"k")), world.now))
-    assert world.log.checkpoint()[0].size == 5
+    assert world.log.checkpoint()[0].size == 6
 
 
 def serve(witness: Witness, world: World, seen: list[int]) -> httpx.MockTransport:

@@ -52,6 +52,12 @@ class FileService:
             )
         path = Path(config.files).expanduser()
         key_path = path.with_name(f"{path.name}.key") if config.files_key is None else Path(config.files_key).expanduser()
+        if not key_path.exists() and path.is_dir() and any(path.iterdir()):
+            raise ConfigError(
+                f"{path} has files, and the key file {key_path}, without which nobody can read them, is missing: restore it, or"
+                " remove what is there",
+                param="files_key",
+            )
         most_bytes = config.files_mb << 20
         most_each_bytes = most_bytes // 2 if gate.asks_for_keys else None
         vault = Vault(path, read_key(key_path), most_bytes)

@@ -17,7 +17,7 @@ from cloister.trust.tokens.issuance import Pending, TokenRequest, decode_directo
 from cloister.trust.tokens.issuer import Issuer, IssuerLimits, QuotaBook
 from cloister.trust.tokens.issuer_keys import IssuerKey, KeyShelf
 from cloister.trust.tokens.redeem import AcceptedKey, Redeemer, TokenError, TokenSpentError
-from cloister.trust.tokens.spend import Expiry, SpendStore, SpendStoreError
+from cloister.trust.tokens.spend import Expiry, SpendStore, SpendStoreError, check_epoch
 from cloister.trust.tokens.stores import open_spend_store
 
 __all__ = [
@@ -41,6 +41,7 @@ __all__ = [
     "TokenSpentError",
     "authorization",
     "challenge_between",
+    "check_epoch",
     "decode_directory",
     "open_spend_store",
     "read_authenticate",

@@ -90,6 +90,24 @@ class KeyShelf:
         except OSError as error:
             raise ConfigError(f"cannot use the issuer's directory {directory}: {error.strerror}") from None
 
+    def check_current(self, now: float) -> None:
+        """Refuses a directory that may be an older copy: `turn` would make a second key for a week that has one.
+
+        A key is made a day before it signs, so an issuer that ran then has it. To call when an issuer starts.
+
+        Raises:
+            ConfigError: there are keys of earlier weeks only.
+        """
+        current = int(now) // EPOCH_S
+        epochs = [int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()]
+        if epochs and max(epochs) < current:
+            due = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(current * EPOCH_S - AHEAD_S))
+            raise ConfigError(
+                f"the issuer's directory {self._directory} has keys of earlier weeks only. If it is an older copy, restore the "
+                "newest: a second key for this week would stop every client for eight days. If this issuer has not run since "
+                f"{due}, it has shown no key of this week: remove the files in that directory, and start it again"
+            )
+
     def turn(self, now: float) -> list[IssuerKey]:
         """Creates the keys due at a time, destroys expired private keys, and returns the current keys, oldest first.
 

@@ -52,6 +52,19 @@ class SpendStore(Protocol):
             SpendStoreError: no response within `WAIT_S`; nothing was dropped.
         """
 
+    def note_epoch(self, log: str, known: int, number: int) -> bool:
+        """Records durably that a gateway is at an epoch of its log. Returns False, and records nothing, if the store has not
+        seen the epoch `known`: it is an older copy, or another store, and lacks tokens that were spent since.
+
+        Args:
+            log: the log's origin.
+            known: number of an epoch that this store must have seen; 0 asks for none.
+            number: of the epoch that follows, or `known` itself.
+
+        Raises:
+            SpendStoreError: no response within `WAIT_S`.
+        """
+
     def close(self) -> None:
         """Closes files and connections."""
 
@@ -62,6 +75,25 @@ def digest_of(token: Token) -> bytes:
     It excludes the signature, so two signatures of one nonce count as one token.
     """
     return hashlib.sha256(b"cloister spent token v1\n" + token.signed).digest()
+
+
+OLDER_STORE: Final = (
+    "the spend store does not know epoch {epoch}, which is in the log {log}: it is an older copy, or a new one, so tokens that "
+    "were spent since could be spent again. Name the store that the gateway had; if it is lost, --accept-store {epoch} goes on "
+    "with this one, and such tokens pay once more, for eight days at most"
+)
+"""Message of a refusal, to format."""
+
+
+def check_epoch(store: SpendStore, log: str, known: int, number: int) -> None:
+    """Records an epoch in a store, which must have seen an earlier one (`SpendStore.note_epoch`).
+
+    Raises:
+        ConfigError: it has not.
+        SpendStoreError: it does not respond.
+    """
+    if not store.note_epoch(log, known, number):
+        raise ConfigError(OLDER_STORE.format(epoch=known, log=log), param="spend_store")
 
 
 def missing_extra(library: str) -> ConfigError:

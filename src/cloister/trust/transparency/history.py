@@ -24,6 +24,7 @@ class History:
         size: number of entries read.
         epoch: the newest epoch; None before the first.
         begun: latest start of any epoch, Unix seconds.
+        pace: of the epochs.
         minimum: no release with a smaller number runs.
         releases: number, digest and index of each release that a trusted key signed, by digest.
         roll: the valid membership, and those that may follow.
@@ -35,6 +36,7 @@ class History:
         self.size = 0
         self.epoch: Epoch | None = None
         self.begun = 0
+        self.pace = Pace()
         self.minimum = 0
         self.releases: dict[str, tuple[Release, int]] = {}
         self.roll = Roll()
@@ -86,6 +88,7 @@ class History:
             if epoch.epoch != expected:
                 message = f"entry {index} of the log is epoch {epoch.epoch} where {expected} had to follow"
                 raise TransparencyError(Reason.OUT_OF_ORDER, message)
+            self.pace = self.pace.after(epoch)
             self.epoch, self.begun = epoch, max(self.begun, epoch.not_before)
             self.roll = self.roll.begin(self.begun)
         elif entry.startswith(MEMBERSHIP_PREFIX):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -102,13 +102,28 @@ class _Waiting:
 class Publisher:
     """Writes epochs to a log."""
 
-    def __init__(self, log: Log, trust: Trust, cosigners: Iterable[Cosigner]) -> None:
+    def __init__(
+        self,
+        log: Log,
+        trust: Trust,
+        cosigners: Iterable[Cosigner],
+        before_epoch: Callable[[int], None] | None = None,
+        *,
+        keeps_pace: bool = False,
+    ) -> None:
         """
         Args:
             log: the log, with its key.
             trust: the clients' trust anchors; an epoch that they would refuse is not published.
             cosigners: the witnesses, queried concurrently.
+            before_epoch: called with the number of the next epoch before it is logged, in a thread; nothing is logged if it
+                raises a `CloisterError`.
+            keeps_pace: logs no epoch that clients would refuse because epochs, or the gateway's keys, change too fast. False
+                is for logs that clients are tried with.
         """
+        self._before_epoch = before_epoch
+        self._keeps_pace = keeps_pace
+        self._is_confirmed = False
         self._log = log
         self._trust = trust
         self._cosigners = tuple(cosigners)
@@ -138,6 +153,8 @@ class Publisher:
             ConfigError: the log cannot be written.
         """
         async with self._turn:
+            if not self._is_confirmed:
+                await self._confirm()
             self._history.advance(self._log.checkpoint()[0].size)
             release = self._history.release(contents.release)
             membership = self._history.roll_at(now).current
@@ -166,6 +183,14 @@ class Publisher:
 
     async def _append(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> _Waiting:
         epoch = self._build(contents, nodes, begin, until)
+        if self._keeps_pace and (excess := self._history.pace.after(epoch).excess):
+            raise TransparencyError(
+                Reason.TOO_FAST,
+                f"clients would refuse it: {excess}. It follows by itself when they would not; until then do not restart the "
+                "gateway, which would change its keys again",
+            )
+        if self._before_epoch is not None:
+            await asyncio.to_thread(self._before_epoch, epoch.epoch)
         return _Waiting(contents, epoch, await asyncio.to_thread(self._log.append, [epoch_leaf(epoch)]))
 
     def _build(self, contents: Contents, nodes: list[NodeEntry], begin: int, until: int) -> Epoch:
@@ -185,6 +210,29 @@ class Publisher:
         is_newest = waiting.appended.checkpoint.size == self._history.size
         give_up_s = min(waiting.epoch.not_before + WAIT_S, waiting.epoch.not_after)
         return is_newest and waiting.contents == contents and now < give_up_s
+
+    async def _confirm(self) -> None:
+        """Has the witnesses cosign the log as it is, before anything is signed after a start: an older copy of it must not go
+        on, as that would be a second history, signed with its key.
+
+        Raises:
+            TransparencyError: too few of them have; nothing was added.
+        """
+        checkpoint, note = self._log.checkpoint()
+        answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
+        reasons = []
+        for answer in answers:
+            if isinstance(answer, CloisterError):
+                reasons.append(answer.message)
+            elif isinstance(answer, BaseException):
+                raise answer
+        if len(answers) - len(reasons) < self._trust.threshold:
+            raise TransparencyError(
+                Reason.TOO_FEW_WITNESSES,
+                f"nothing is added to the log, since its witnesses do not confirm its {checkpoint.size} entries. If they "
+                f"cosigned more, it is an older copy: restore the newest one. {'; '.join(reasons)}",
+            )
+        self._is_confirmed = True
 
     async def _gather_cosignatures(self, note: Note, now: float) -> Note:
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)

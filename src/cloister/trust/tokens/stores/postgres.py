@@ -19,6 +19,13 @@ CREATE TABLE IF NOT EXISTS cloister_spent (
 )
 """
 _ENDED = "CREATE TABLE IF NOT EXISTS cloister_ended (key_id bytea PRIMARY KEY)"
+_EPOCHS = "CREATE TABLE IF NOT EXISTS cloister_epochs (log text PRIMARY KEY, number bigint NOT NULL)"
+_NOTE = (
+    "INSERT INTO cloister_epochs SELECT %(log)s, 0 WHERE %(known)s = 0 ON CONFLICT DO NOTHING",
+    """
+    UPDATE cloister_epochs SET number = GREATEST(number, %(number)s) WHERE log = %(log)s AND number >= %(known)s
+    """,
+)
 _SPEND = """
 INSERT INTO cloister_spent SELECT %(key_id)s, %(token)s, %(expires_at)s
 WHERE NOT EXISTS (SELECT FROM cloister_ended WHERE key_id = %(key_id)s) ON CONFLICT DO NOTHING
@@ -57,13 +64,17 @@ class PostgresSpendStore:
         self._lock = threading.Lock()
         self._idle: list[Any] = []
         self._check_durable()
-        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, _ENDED, "SELECT pg_advisory_unlock(4803321)")  # two at once
+        # Two gateways may start at once.
+        self._run("SELECT pg_advisory_lock(4803321)", _TABLE, _ENDED, _EPOCHS, "SELECT pg_advisory_unlock(4803321)")
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
         return self._run(_SPEND, parameters={"key_id": key_id, "token": token_digest, "expires_at": expires_at}) == 1
 
     def forget(self, now: int) -> None:
         self._run(*_FORGET, parameters={"now": now})
+
+    def note_epoch(self, log: str, known: int, number: int) -> bool:
+        return self._run(*_NOTE, parameters={"log": log, "known": known, "number": number}) == 1
 
     def close(self) -> None:
         with self._lock:

@@ -28,6 +28,14 @@ for _, key in ipairs(redis.call('ZRANGE', KEYS[1], '-inf', ARGV[1], 'BYSCORE')) 
     redis.call('ZREM', KEYS[1], key)
 end
 """
+_EPOCHS = "cloister:spent:epochs"
+"""The newest epoch of each log (a sorted set)."""
+_NOTE = """
+local seen = tonumber(redis.call('ZSCORE', KEYS[1], ARGV[1]) or '0')
+if seen < tonumber(ARGV[2]) then return 0 end
+redis.call('ZADD', KEYS[1], 'GT', ARGV[3], ARGV[1])
+return 1
+"""
 _PREFIX = "cloister:spent:"
 _NEEDED = {"appendonly": "yes", "appendfsync": "always", "maxmemory-policy": "noeviction"}
 
@@ -71,6 +79,9 @@ class RedisSpendStore:
 
     def forget(self, now: int) -> None:
         self._run(_FORGET, _NAMES, (now, _PREFIX))
+
+    def note_epoch(self, log: str, known: int, number: int) -> bool:
+        return int(self._run(_NOTE, (_EPOCHS,), (log, known, number))) == 1
 
     def close(self) -> None:
         self._client.close()

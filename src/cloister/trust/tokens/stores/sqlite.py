@@ -21,6 +21,9 @@ CREATE TABLE IF NOT EXISTS spent (
 ) WITHOUT ROWID
 """
 _ENDED = "CREATE TABLE IF NOT EXISTS ended (key_id BLOB PRIMARY KEY) WITHOUT ROWID"
+_EPOCHS = "CREATE TABLE IF NOT EXISTS epochs (log TEXT PRIMARY KEY, number INTEGER NOT NULL) WITHOUT ROWID"
+_FIRST = "INSERT OR IGNORE INTO epochs VALUES (?1, 0)"
+_NOTE = "UPDATE epochs SET number = MAX(number, ?3) WHERE log = ?1 AND number >= ?2"
 _SPEND = "INSERT OR IGNORE INTO spent SELECT ?1, ?2, ?3 WHERE NOT EXISTS (SELECT 1 FROM ended WHERE key_id = ?1)"
 _END = "INSERT OR IGNORE INTO ended SELECT key_id FROM spent GROUP BY key_id HAVING MAX(expires_at) <= ?"
 _DROP = "DELETE FROM spent WHERE key_id IN (SELECT key_id FROM ended)"
@@ -35,7 +38,7 @@ class SqliteSpendStore:
 
     def __init__(self, url: str) -> None:
         self._lock = threading.Lock()
-        self._database = connect(_path_of(url), _TABLE, _ENDED)
+        self._database = connect(_path_of(url), _TABLE, _ENDED, _EPOCHS)
 
     def spend(self, key_id: bytes, token_digest: bytes, expires_at: int) -> bool:
         row = (key_id, token_digest, expires_at)
@@ -53,6 +56,15 @@ class SqliteSpendStore:
                     self._database.execute(_END, (now,))
                     self._database.execute(_DROP)
                 self._database.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()  # the log holds what was dropped
+            except sqlite3.Error as error:
+                raise _unavailable(error) from None
+
+    def note_epoch(self, log: str, known: int, number: int) -> bool:
+        with self._lock:
+            try:
+                if known == 0:
+                    self._database.execute(_FIRST, (log,))
+                return self._database.execute(_NOTE, (log, known, number)).rowcount == 1
             except sqlite3.Error as error:
                 raise _unavailable(error) from None
 
