@@ -3,6 +3,7 @@
     python -m benchmarks.cluster_traces [--models cloister-5m,smollm2:int8] [--seconds 3.5]
     python -m benchmarks.cluster_traces --keep measured.jsonl --sitting-s 45    # again and again, until all runs are measured
     python -m benchmarks.cluster_traces --keep measured.jsonl                   # predicts them, and compares
+    python -m benchmarks.cluster_traces --keep measured.jsonl --recalibrate     # the same, with costs that are measured again
 
 The times of steps, messages and transfers of KV are measured first, with loads that are no traces (`cluster_costs`). Real
 processes then run the traces, and the virtual cluster runs the code of production with the measured times: prompts of the
@@ -33,7 +34,7 @@ from typing import Any, Final, NamedTuple
 import msgspec
 from matplotlib.patches import Patch
 
-from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, OtherPrograms, calibrate, local_cluster
+from benchmarks.cluster_costs import LAYOUTS, MAX_LEN, MIXED, VOCAB, Costs, OtherPrograms, StepTimes, calibrate, local_cluster
 from benchmarks.harness import AZURE, MOONCAKE, ROOT, Bench, console, make_parser, make_progress
 from cloister.bench.drive import drive_client, make_requests
 from cloister.bench.plots import BLUE, ORANGE, draw
@@ -125,6 +126,10 @@ class Kept(msgspec.Struct, omit_defaults=True):
     run: Run | None = None
 
 
+class KeptFileError(Exception):
+    """The file of what was measured cannot be used."""
+
+
 @dataclass
 class Record:
     """What was measured, in this sitting and before.
@@ -132,17 +137,26 @@ class Record:
     Args:
         path: where it is kept; None: nowhere.
         options: a digest of what it depends on; what was measured with others is left out.
+
+    Attributes:
+        costs: of each model, as measured last: predictions are made of them.
+        steps: of each model, as measured first: rates of its workloads follow from them, so runs of all sittings are the same.
+        runs: of each case.
+
+    Raises:
+        KeptFileError: the file there is not one of this version of the benchmark.
     """
 
     path: Path | None
     options: str
     costs: dict[str, Costs] = field(default_factory=dict)
+    steps: dict[str, StepTimes] = field(default_factory=dict)
     runs: dict[Case, list[Run]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if self.path is not None and self.path.exists():
-            for line in self.path.read_bytes().splitlines():
-                kept = msgspec.json.decode(line, type=Kept)
+            for number, line in enumerate(self.path.read_bytes().splitlines(), 1):
+                kept = _read_kept(self.path, number, line)
                 if kept.options == self.options:
                     self._take(kept)
 
@@ -166,8 +180,19 @@ class Record:
     def _take(self, kept: Kept) -> None:
         if kept.costs is not None:
             self.costs[kept.model] = kept.costs
+            self.steps.setdefault(kept.model, kept.costs.steps)
         if kept.case is not None and kept.run is not None:
             self.runs.setdefault(kept.case, []).append(kept.run)
+
+
+def _read_kept(path: Path, number: int, line: bytes) -> Kept:
+    try:
+        return msgspec.json.decode(line, type=Kept)
+    except msgspec.MsgspecError as error:
+        raise KeptFileError(
+            f"line {number} of {path} was not written by this version of the benchmark ({error}), and predictions need what it "
+            "lacks: name another file, into which all is measured anew, or delete this one"
+        ) from error
 
 
 async def measure(cluster: ReplicaSet, items: Sequence[WorkItem], goal: LatencyObjective, late_s: float = 0.0) -> Run:
@@ -209,7 +234,7 @@ def sample_conversations(rows: Sequence[TraceRow], num: int, seed: int) -> list[
     return [row for row in rows if row.hash_ids[:2][-1] in chosen]
 
 
-def make_workloads(options: argparse.Namespace, model: str, costs: Costs) -> dict[str, tuple[WorkItem, ...]]:
+def make_workloads(options: argparse.Namespace, model: str, steps: StepTimes) -> dict[str, tuple[WorkItem, ...]]:
     """Returns workloads of `options.seconds` each, which take a share of `options.load` of both replicas' time."""
     scale = SCALES[model]
 
@@ -218,7 +243,7 @@ def make_workloads(options: argparse.Namespace, model: str, costs: Costs) -> dic
         return build_workload(trace, recipe).items
 
     def choose(trace: Trace, factor: Fraction, pick: Callable[[int], Sequence[TraceRow]]) -> tuple[WorkItem, ...]:
-        work_s = statistics.mean(costs.steps.work_s(item) for item in build(replace(trace, rows=trace.rows[:400]), factor))
+        work_s = statistics.mean(steps.work_s(item) for item in build(replace(trace, rows=trace.rows[:400]), factor))
         rate = options.load * 2 / work_s
         return build(replace(trace, rows=tuple(pick(max(MIN_REQUESTS, round(rate * options.seconds))))), factor, rate)
 
@@ -251,10 +276,10 @@ def measure_all(options: argparse.Namespace, record: Record) -> bool:
     """Measures costs, and runs that have not been measured while other programs were quiet; returns whether none is left."""
     end_s = float("inf") if options.sitting_s is None else time.monotonic() + options.sitting_s
     for model in options.models.split(","):
-        if model not in record.costs:
+        if options.recalibrate or model not in record.costs:
             with console.status(f"{model}: measuring steps, messages and transfers"):
                 record.add(model, costs=asyncio.run(calibrate(options, model)))
-        workloads = make_workloads(options, model, record.costs[model])
+        workloads = make_workloads(options, model, record.steps[model])
         cases = list_cases(options, model) * options.repeats
         with make_progress() as progress:
             bar = progress.add_task(model, total=len(cases))
@@ -278,7 +303,7 @@ def predict_all(options: argparse.Namespace, record: Record, bench: Bench) -> li
         tokenizer = Tokenizer(write_byte_tokenizer(Path(folder)))
     for model in options.models.split(","):
         costs = record.costs[model]
-        workloads = make_workloads(options, model, costs)
+        workloads = make_workloads(options, model, record.steps[model])
         show_costs(bench, model, costs, workloads)
         with make_progress() as progress:
             for case in progress.track(list_cases(options, model), description=f"{model}, predicted"):
@@ -444,6 +469,9 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=1, help="quiet runs of each case that are measured")
     parser.add_argument("--keep", type=Path, help="file of JSON lines with what was measured, which is not measured again")
     parser.add_argument(
+        "--recalibrate", action="store_true", help="measure costs again, for predictions of runs that were kept"
+    )
+    parser.add_argument(
         "--sitting-s", type=float, help="only measure, and begin no run after so many seconds; exits with 3 if any is left"
     )
     parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="folder for the plots")
@@ -457,7 +485,10 @@ def main() -> int:
         "the cache; with one prefill replica its queue lengthens TTFT, and answers stall less; one system prompt delays nobody",
     )
     depends = [options.seed, options.load, options.seconds, options.kv_memory_mb, [SYSTEM_TOKENS, MIN_REQUESTS, MAX_LEN]]
-    record = Record(options.keep, hashlib.sha256(msgspec.json.encode(depends)).hexdigest()[:16])
+    try:
+        record = Record(options.keep, hashlib.sha256(msgspec.json.encode(depends)).hexdigest()[:16])
+    except KeptFileError as error:
+        parser.error(f"--keep: {error}")
     is_complete = measure_all(options, record)
     if options.sitting_s is not None:
         console.print(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster_costs import MIXED, Costs, StepTimes, TimedStep
-from benchmarks.cluster_traces import Case, Record, Run, sample_conversations
+from benchmarks.cluster_traces import Case, Record, Run, main, sample_conversations
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import LatencyObjective, summarise
 from cloister.bench.traces import TraceRow
@@ -68,10 +68,14 @@ def test_times_that_vary_by_chance_are_predicted_by_their_mean() -> None:
         assert interpolate(fitted.curve, num) + fitted.sample_s * num == pytest.approx(1.5e-3 * num)
 
 
+def make_costs(sample_s: float = 1e-5) -> Costs:
+    times = StepTimes(((0, 1e-4), (1, 2e-4)), sample_s, 2e-8, 3e-8, 4e-4)
+    return Costs(times, 1.1, 1e-4, 6e-4, 5e-5, LinkCosts(6e-4, 2e-5, 3e-4, 1e-5), 24576.0, 100, FrontCosts(1e-4, 2e-4, 3e-6))
+
+
 def test_what_was_measured_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
     path, case = tmp_path / "kept.jsonl", Case("cloister-5m", "Azure", "least_load", MIXED)
-    times = StepTimes(((0, 1e-4), (1, 2e-4)), 1e-5, 2e-8, 3e-8, 4e-4)
-    costs = Costs(times, 1.1, 1e-4, 6e-4, 5e-5, LinkCosts(6e-4, 2e-5, 3e-4, 1e-5), 24576.0, 100, FrontCosts(1e-4, 2e-4, 3e-6))
+    costs = make_costs()
     record = RequestRecord(0, 0.0, 1.0, 10, 3, ((0.5, 1), (0.7, 2)))
     runs = [Run(summarise("", [record], LatencyObjective(0.1, 0.05)), busiest=0.5 + number / 10) for number in range(2)]
     first = Record(path, "these options")
@@ -82,3 +86,31 @@ def test_what_was_measured_is_kept_for_the_next_sitting(tmp_path: Path) -> None:
     assert again.costs == {"cloister-5m": costs}
     assert again.runs == {case: runs}
     assert not Record(path, "other options").runs
+
+
+def test_costs_that_are_measured_again_predict_the_same_workloads(tmp_path: Path) -> None:
+    path = tmp_path / "kept.jsonl"
+    old, new = (make_costs(sample_s) for sample_s in (1e-5, 2e-5))
+    for costs in (old, new):
+        Record(path, "these options").add("cloister-5m", costs=costs)
+    again = Record(path, "these options")
+    assert again.costs == {"cloister-5m": new}
+    assert again.steps == {"cloister-5m": old.steps}
+
+
+def test_a_kept_file_of_another_version_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "kept.jsonl"
+    path.write_text(
+        '{"options":"a","model":"cloister-5m","case":null}\n'
+        '{"options":"a","model":"cloister-5m","costs":{"company":1.1,"delay_s":1e-4,"export_s":3e-5}}\n'
+    )
+    monkeypatch.setattr("sys.argv", ["cluster_traces", "--keep", str(path), "--sitting-s", "0"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 2
+    said = capsys.readouterr().err
+    assert f"--keep: line 2 of {path} was not written by this version of the benchmark" in said
+    assert "name another file, into which all is measured anew, or delete this one" in said
+    assert path.read_text().count("\n") == 2

@@ -257,6 +257,18 @@ def test_links_work_beside_steps_as_long_as_cores_are_free(tokenizer: Tokenizer)
     assert last_ttft_s(replace(split, engine=engine, num_cores=1)) > 1.5 * last_ttft_s(replace(split, num_cores=1))
 
 
+def test_threads_of_an_engines_links_work_one_at_a_time(tokenizer: Tokenizer) -> None:
+    requests = [ask(number, 100, 3) for number in range(6)]
+
+    def last_end_s(links: LinkCosts) -> float:
+        shape = replace(SPLIT, engine=replace(ENGINE, links=links), num_cores=64)
+        return max(record.end_s for record in run(shape, requests, tokenizer)[0])
+
+    free_s = last_end_s(LinkCosts())
+    assert last_end_s(LinkCosts(serve_s=0.1)) > free_s + 0.5
+    assert last_end_s(LinkCosts(pull_s=0.1)) > free_s + 0.5
+
+
 class Links:
     """Links of two engines, whose threads are done when a test says so.
 

@@ -64,6 +64,7 @@ class VirtualProcess:
         self._timer: asyncio.TimerHandle | None = None
         self._is_gone = False
         self._beside: set[asyncio.Task[None]] = set()
+        self._interpreter = asyncio.Lock()
         self.task = asyncio.create_task(self._run())
 
     def receive(self, data: bytes) -> None:
@@ -92,7 +93,8 @@ class VirtualProcess:
         self.engine.core.exchange_kv(make_links)
 
     def _work_beside(self, work_s: float, job: Callable[[], None]) -> None:
-        """Does a job when a thread beside the steps, which is as nice as they are, has worked for so long."""
+        """Does a job when a thread beside the steps, which is as nice as they are, has worked for so long. One of these threads
+        works at a time, as in a real engine, where one thread at a time runs Python."""
         if not work_s:
             job()
             return
@@ -101,7 +103,8 @@ class VirtualProcess:
         thread.add_done_callback(self._beside.discard)
 
     async def _run_beside(self, work_s: float, job: Callable[[], None]) -> None:
-        await self._spend(work_s)
+        async with self._interpreter:
+            await self._spend(work_s)
         job()
 
     async def _spend(self, work_s: float) -> None:
