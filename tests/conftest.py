@@ -17,6 +17,7 @@ from itertools import islice
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 from _pytest.mark import ParameterSet
 from hypothesis import settings
@@ -30,7 +31,10 @@ from tests.thinning import examples
 os.environ["PIP_NO_INDEX"] = "1"
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, whichever folder a process collects first
-# how long an example takes depends on who else uses the machine
+# how long a reply takes depends on who else uses the machine: five seconds, which httpx waits by itself, may be too few
+_DEFAULT_TIMEOUT: httpx.Timeout = httpx.get.__kwdefaults__["timeout"]
+_DEFAULT_TIMEOUT.connect = _DEFAULT_TIMEOUT.read = _DEFAULT_TIMEOUT.write = _DEFAULT_TIMEOUT.pool = 60.0
+# and so does the time of an example
 settings.register_profile("cloister", deadline=None, max_examples=examples(100))
 settings.load_profile("cloister")
 

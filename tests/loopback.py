@@ -22,7 +22,7 @@ from cloister.server.connection import Connection
 from cloister.server.serve import address_of, bind
 
 T = TypeVar("T")
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 60.0
 
 
 @dataclass

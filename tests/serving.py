@@ -17,8 +17,8 @@ from typing import Self
 import httpx
 
 MODEL = "cloister-5m"
-START_TIMEOUT_S = 90.0
-STOP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 120.0
 _POLL_S = 0.01
 
 
@@ -81,15 +81,15 @@ class ServeProcess:
 
     def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10).text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"cloister_{name}(\{{| )", line))
 
     def is_well(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=5).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
         return False
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 30) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
         """Returns when a condition holds.
 
         Raises:

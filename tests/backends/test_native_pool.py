@@ -112,7 +112,7 @@ def test_a_fork_in_the_middle_of_a_step_leaves_both_with_a_whole_program() -> No
             assert in_a_child(lambda: driver.run("c", tokens).tobytes() == expected)
     finally:
         stop.set()
-        worker.join(30)
+        worker.join(60)
     assert found
     assert all(found)
 

@@ -157,7 +157,7 @@ def test_a_team_may_be_asked_from_within_its_own_tasks() -> None:
     inner = [lambda: done.append(1)] * 4
     worker = threading.Thread(target=team.run, args=([lambda: team.run(inner, MANY)] * 5, MANY), daemon=True)
     worker.start()
-    worker.join(10)
+    worker.join(60)
     assert len(done) == 20
 
 

@@ -161,7 +161,7 @@ def test_a_run_that_is_told_to_end_writes_what_it_had(tmp_path: Path) -> None:
             while not (page.exists() and "| decode | " in page.read_text()) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
             run.send_signal(signal.SIGTERM)
-            assert run.wait(30) == 128 + signal.SIGTERM
+            assert run.wait(60) == 128 + signal.SIGTERM
         finally:
             run.kill()
     assert "| kernels | cut short |" in page.read_text()
@@ -174,7 +174,7 @@ def test_ending_a_stage_ends_what_it_started() -> None:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         assert end_group(process) == "cut short"
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 60
     while (
         Path(f"/proc/{child}/cmdline").exists()
         and Path(f"/proc/{child}/cmdline").read_bytes()

@@ -66,7 +66,7 @@ def url():
         time.sleep(0.01)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(60)
 
 
 def item(prompt, arrival_s=0.0, num_output=3):

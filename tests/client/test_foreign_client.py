@@ -25,7 +25,7 @@ def find_node() -> str | None:
     node = shutil.which("node")
     if node is None:
         return None
-    version = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=20).stdout
+    version = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=60).stdout
     return node if int(version.removeprefix("v").partition(".")[0] or 0) >= OLDEST_NODE else None
 
 

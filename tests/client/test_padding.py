@@ -25,7 +25,7 @@ from cloister.trust.sealing import ResponseHead
 from cloister.trust.shape import Shaper, shape_of
 from tests.client.test_envelope import Way, write
 
-TIMEOUT_S = 10.0
+TIMEOUT_S = 60.0
 
 
 def speak(*, is_whole: bool = True) -> tuple[Answer, list[bytes]]:

@@ -102,7 +102,7 @@ def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     assert len(answers) == 6
     assert len(set(answers)) == 1
 
@@ -178,7 +178,7 @@ class _Cut(httpx.SyncByteStream):
 def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
     wire = Half()
     body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=30) as client:
+    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=60) as client:
         received = b""
 
         def read() -> None:

@@ -54,5 +54,5 @@ def test_an_installation_that_is_ended_ends_pip(tmp_path: Path) -> None:
         assert program.stdout is not None
         pid = program.stdout.readline().split("pid")[1].strip()
         program.send_signal(signal.SIGTERM)
-        assert program.wait(20) == 143
+        assert program.wait(60) == 143
     assert not Path(f"/proc/{pid}").exists()

@@ -30,7 +30,7 @@ def is_open(port: int) -> bool:
 
 
 def wait_until(port: int, *, opened: bool) -> None:
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 60
     while is_open(port) != opened:
         assert time.monotonic() < give_up_s, f"port {port} is {'closed' if opened else 'open'} after 30 s"
         time.sleep(0.05)
@@ -55,7 +55,7 @@ def test_sigterm_to_make_serve_ends_the_server(tmp_path: Path) -> None:
     try:
         wait_until(port, opened=True)
         make.send_signal(signal.SIGTERM)
-        make.wait(30)
+        make.wait(60)
         wait_until(port, opened=False)
     finally:
         with contextlib.suppress(ProcessLookupError):

@@ -229,11 +229,11 @@ def serve(model: Path, **options: Any) -> Any:
 
 def ask(url: str, model: str, **fields: Any) -> httpx.Response:
     body = {"model": model, "prompt": PROMPT, "max_tokens": 8, "temperature": 0, **fields}
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=30)
+    return httpx.post(f"{url}/v1/completions", json=body, timeout=60)
 
 
 def call(url: str, verb: str, **body: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/{verb}_lora_adapter", json=body, timeout=30)
+    return httpx.post(f"{url}/v1/{verb}_lora_adapter", json=body, timeout=60)
 
 
 def test_an_adapter_is_a_model_of_its_own_over_http(server: RunningServer, adapters: dict[str, str]) -> None:

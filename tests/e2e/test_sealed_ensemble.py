@@ -23,7 +23,7 @@ from tests.trust.hardening.launching import needs_measures
 pytestmark = needs_measures
 
 NUM_TOKENS = 150
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 PAIRED = "member 1 of the unit has proved itself"
 
 

@@ -48,7 +48,7 @@ pytestmark = needs_measures
 
 MODEL = "cloister-5m"
 PROMPTS = ("Once upon a time", "def main():", "Zwei Dinge")
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300.0
 READ_FILES = (
     "mem",
     "maps",
@@ -129,7 +129,7 @@ class Node(ServeProcess):
 
     def complete(self, prompt: str, **options: Any) -> tuple[int, bytes]:
         """Seals a request to the node as the gateway passes it on; returns status and content of the answer."""
-        keys = httpx.get(self.url + KEYS_PATH, timeout=30, verify=False).content
+        keys = httpx.get(self.url + KEYS_PATH, timeout=60, verify=False).content
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 12, "temperature": 0, **options}
         head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
         sealed, exchange = seal_request(parse_keys(keys)[0], encode_request(HttpRequest(head, json.dumps(body).encode())))
@@ -195,12 +195,12 @@ def test_every_thread_of_every_process_has_the_measures(node: Node) -> None:
 
 
 def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_process(node: Node) -> None:
-    give_up_s = time.monotonic() + 30
-    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=30, verify=False)).status_code != 200:
+    give_up_s = time.monotonic() + 60
+    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=60, verify=False)).status_code != 200:
         assert time.monotonic() < give_up_s
         time.sleep(0.1)
     statement = read_statement(read_evidence(answer.content).statement)
-    assert statement.keys == httpx.get(node.url + KEYS_PATH, timeout=30, verify=False).content
+    assert statement.keys == httpx.get(node.url + KEYS_PATH, timeout=60, verify=False).content
     assert statement.model == measure_model(locate(MODEL))
     every = {f"{role}.{measure.name}" for role in ("front", "engine", "worker", "sealer") for measure in MEASURES}
     assert every | {"front.closed", "host"} <= statement.hardening.keys()
@@ -214,7 +214,7 @@ def test_its_evidence_states_its_key_its_model_and_every_measure_of_every_proces
 
 
 def test_its_closed_key_service_signs_a_receipt_with_the_key_in_its_evidence(node: Node) -> None:
-    evidence = httpx.get(node.url + EVIDENCE_PATH, timeout=30, verify=False).content
+    evidence = httpx.get(node.url + EVIDENCE_PATH, timeout=60, verify=False).content
     statement = read_statement(read_evidence(evidence).statement)
     body = json.dumps({"model": MODEL, "prompt": "Once", "max_tokens": 4}).encode()
     head = RequestHead("POST", "https", "node", "/v1/completions", ((b"content-type", b"application/json"),))
@@ -281,7 +281,7 @@ def test_a_closed_node_still_reads_a_new_certificate(node: Node, certificate: tu
         new.replace(old)
     node.process.send_signal(signal.SIGHUP)
     wanted = ssl.PEM_cert_to_DER_cert(certfile.read_text())
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + 60
     while shown_certificate(node.url) != wanted:
         assert time.monotonic() < give_up_s
         time.sleep(0.1)

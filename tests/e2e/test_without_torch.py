@@ -28,7 +28,7 @@ def test_neither_process_of_a_server_holds_torch_after_the_first_token() -> None
     running = ServeProcess("--device", "cpu")
     try:
         body = {"model": MODEL, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 1}
-        answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=30)
+        answer = httpx.post(f"{running.url}/v1/chat/completions", json=body, timeout=60)
         assert answer.json()["usage"]["completion_tokens"] == 1
         assert not holds_torch(running.process.pid)
         assert not holds_torch(running.engine_pid)

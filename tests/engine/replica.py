@@ -198,10 +198,10 @@ def build_hanging_elsewhere(config: EngineConfig) -> EngineCore:
 
 
 class SlowHost:
-    """Takes a second to load an adapter (protocol `AdapterHost`)."""
+    """Takes three seconds to load an adapter (protocol `AdapterHost`)."""
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        time.sleep(1.0)
+        time.sleep(3.0)
         return AdapterInfo(name=name, digest=name, path=path, rank=1)
 
     def unload(self, digest: str) -> None:
@@ -209,7 +209,7 @@ class SlowHost:
 
 
 def build_loading(config: EngineConfig) -> EngineCore:
-    """A replica that takes a second to load an adapter."""
+    """A replica that takes three seconds to load an adapter."""
     core = build(config)
     core.adapters = AdapterRegister(SlowHost())
     return core

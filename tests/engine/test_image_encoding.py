@@ -31,7 +31,7 @@ from tests.memory_search import CAN_SEARCH, Needle, find_any
 from tests.vision_factory import NUM_TOKENS, make_picture, make_vision_model
 from tests.vision_serving import make_request, place_tiles
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Gate:

@@ -213,7 +213,7 @@ class ScriptedCompiler:
     def compile(self, grammar):
         self.compiled.append(grammar)
         if grammar.source == "hang":
-            assert self.goes_on.wait(20)
+            assert self.goes_on.wait(60)
         if grammar.source == "refuse":
             raise InvalidRequestError("no")
         if grammar.source == "crash":

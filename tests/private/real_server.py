@@ -38,4 +38,4 @@ class RealServer:
     def close(self) -> None:
         """Ends the engine; while the loop that it started on still runs."""
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._engine.drain(0.0), self._loop).result(20)
+            asyncio.run_coroutine_threadsafe(self._engine.drain(0.0), self._loop).result(60)

@@ -143,7 +143,7 @@ def test_a_worker_in_a_long_outage_gets_channels_when_it_is_over(monkeypatch: py
             await asyncio.sleep(0.03)
 
     with served(engines) as admit:
-        asyncio.run(asyncio.wait_for(run(admit()), 20))
+        asyncio.run(asyncio.wait_for(run(admit()), 60))
 
 
 def test_a_worker_whose_zygote_has_ended_is_told_so() -> None:

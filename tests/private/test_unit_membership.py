@@ -845,7 +845,7 @@ def test_what_is_no_join_ends_the_connection_and_harms_nobody(clock: Clock, sent
             writer.write(sent)
             writer.write_eof()
             answer = b""
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(60):
                 with contextlib.suppress(ConnectionResetError):
                     answer = await reader.read()
             writer.close()
@@ -889,7 +889,7 @@ def test_a_leader_says_which_member_did_not_answer_and_does_not_wait_for_ever(cl
         )
         with pytest.raises(UnitRefusedError, match=f"127.0.0.1:{port}: the connection is refused: nothing listens there"):
             await made.start(begin_s + 0.2)
-        assert time.monotonic() - begin_s < 10
+        assert time.monotonic() - begin_s < 60
 
     asyncio.run(run())
 
@@ -920,7 +920,7 @@ def test_a_leader_says_what_it_found_at_a_wrong_port(clock: Clock, says: bytes, 
         async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
             port = server.sockets[0].getsockname()[1]
             with pytest.raises(UnitRefusedError, match=re.escape(reason.format(port=port))):
-                await look_at(clock, port)
+                await look_at(clock, port, UnitTimes(connect_s=60.0, handshake_s=2.0 if then == "waits" else 60.0))
 
     asyncio.run(run())
 
@@ -945,11 +945,11 @@ def test_a_leader_says_that_an_address_is_not_reached(
 
     monkeypatch.setattr(asyncio, "open_connection", connect)
     with pytest.raises(UnitRefusedError, match=re.escape(reason)):
-        asyncio.run(look_at(clock, 9100))
+        asyncio.run(look_at(clock, 9100, UnitTimes(connect_s=0.5)))
 
 
-async def look_at(clock: Clock, port: int) -> None:
-    """Starts a leader with short limits."""
+async def look_at(clock: Clock, port: int, times: UnitTimes) -> None:
+    """Starts a leader that looks at its member once."""
     machine = Machine(clock)
     await machine.announcer.rehearse()
     leader = UnitLeader(
@@ -960,7 +960,7 @@ async def look_at(clock: Clock, port: int) -> None:
         longest_request_s=REQUEST_S,
         on_pair=machine.paired,
         on_lost=machine.unpaired,
-        times=UnitTimes(connect_s=0.5, handshake_s=2.0),
+        times=times,
     )
     await leader.start(time.monotonic())
 

@@ -131,7 +131,7 @@ def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
         }
         == line
     )
-    assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 20
+    assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 300
     assert "client" not in line
     assert (listed["route"], listed["status"]) == ("/v1/models", 200)
     assert "num_prompts" not in listed

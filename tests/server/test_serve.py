@@ -66,7 +66,7 @@ def wait_until_running(url: str) -> None:
 
 @pytest.mark.parametrize("number", thin([signal.SIGTERM, signal.SIGINT], 1))
 def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number):
-    with process(model_path) as running:
+    with process(model_path, step_s=0.04, drain_s=120) as running:
         url = url_of(running)
         asking = Asking(url)
         wait_until_running(url)

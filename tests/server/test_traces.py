@@ -85,7 +85,7 @@ def traced(model_path, endpoint: str, start=start_speaking):
     try:
         with (
             serving(model_path, lambda: start(model_path), listeners=[tracer.write]) as server,
-            httpx.Client(base_url=server.url, timeout=20) as client,
+            httpx.Client(base_url=server.url, timeout=60) as client,
         ):
             yield client
     finally:
@@ -214,7 +214,7 @@ def test_a_collector_that_does_not_work_costs_no_request_and_little_time(model_p
     # The exporter still tries, and writes a line for each failure, which other tests in this process would read.
     for thread in threading.enumerate():
         if thread.name == "last spans":
-            thread.join(20)
+            thread.join(60)
             assert not thread.is_alive()
 
 
