@@ -22,6 +22,7 @@ from cloister.trust.receipts import read_jws, read_receipt
 from cloister.types.errors import ConfigError
 from tests.client.test_sdk import ASK, LONG, MODEL
 from tests.loopback import LoopbackNetwork
+from tests.private.real_server import RealServer
 from tests.sealed_cloud import LoopbackCloud
 
 
@@ -76,9 +77,11 @@ def test_nothing_that_was_asked_is_told(local: Local, client: httpx.Client) -> N
     assert not any("list" in line.split() or "Python" in line for line in local.told)
 
 
-def test_tokens_arrive_while_the_answer_is_being_written(cloud: LoopbackCloud, client: httpx.Client) -> None:
-    body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
-    with client.stream("POST", "/v1/chat/completions", json=body) as response:
+def test_tokens_arrive_while_the_answer_is_being_written(
+    cloud: LoopbackCloud, server: RealServer, client: httpx.Client
+) -> None:
+    body = {"model": MODEL, "messages": LONG, "max_tokens": 30, "stream": True, "ignore_eos": True}
+    with server.standing_still(after_steps=20), client.stream("POST", "/v1/chat/completions", json=body) as response:
         chunks = (json.loads(line.removeprefix("data: ")) for line in response.iter_lines() if line.startswith("data: {"))
         assert next(text for chunk in chunks if (text := chunk["choices"][0]["delta"].get("content")))
         assert cloud.num_open == 1

@@ -49,7 +49,7 @@ def test_an_installation_that_is_ended_ends_pip(tmp_path: Path) -> None:
     pip = tmp_path / "pip"
     pip.mkdir()
     (pip / "__init__.py").touch()
-    (pip / "__main__.py").write_text("import os, time\nprint(f'Collecting pid{os.getpid()}', flush=True)\ntime.sleep(30)\n")
+    (pip / "__main__.py").write_text("import os, time\nprint(f'Collecting pid{os.getpid()}', flush=True)\ntime.sleep(600)\n")
     with subprocess.Popen([sys.executable, str(PROGRAM)], stdout=subprocess.PIPE, text=True, cwd=tmp_path) as program:
         assert program.stdout is not None
         pid = program.stdout.readline().split("pid")[1].strip()
