@@ -30,7 +30,7 @@ class Seen:
     """One request as a program saw it.
 
     Attributes:
-        client: address and port of whoever connected.
+        client: address and port of the one who connected.
         request, response: every byte of the bodies.
         pieces: the response's body as it was sent, with the time of each piece.
     """

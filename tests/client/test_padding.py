@@ -1,4 +1,4 @@
-"""Whoever has read an answer is done with it at once; its padding is read to the end all the same, as a relay can see."""
+"""Who has read an answer is done with it at once; its padding is read to the end all the same, as a relay can see."""
 
 from __future__ import annotations
 

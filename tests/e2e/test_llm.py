@@ -76,7 +76,7 @@ def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
 
 
 @pytest.mark.parametrize("policy", ["mlfq", "cfs", "qoe", "reorder"])
-def test_answers_are_the_same_to_the_last_bit_whoever_goes_first(alone, monkeypatch, policy):
+def test_answers_are_the_same_to_the_last_bit_in_any_order(alone, monkeypatch, policy):
     monkeypatch.setattr("cloister.scheduler.policies.qoe.INTERVAL_S", 0.0)
     monkeypatch.setattr("cloister.scheduler.policies.cfs.SLICE_TOKENS", 4)
     slots, kv_memory_mb = (8, 0.38) if policy == "reorder" else (2, 2.0)

@@ -278,7 +278,7 @@ def test_a_target_that_dies_before_the_prompt_is_done_costs_the_source_nothing(
     pair.finish_prompt()
     assert pair.source.token_ids == pair.expected[:1]
     run_until(lambda: not pair.source.links._peers and not len(pair.source.engine.scheduler.kv_exports), pair.source)
-    assert len(pair.source.engine.scheduler.leases or ()) == 1, "the hold for whoever goes on with it"
+    assert len(pair.source.engine.scheduler.leases or ()) == 1, "the hold for the engine that goes on with it"
 
 
 def test_a_target_whose_request_does_not_come_ends_the_transfer(
@@ -386,7 +386,7 @@ def forge(
 
 
 LIES: dict[str, Callable[[socket.socket], None]] = {
-    "an object of whoever does not know the secret": forge(lambda found: found, secret=b"t" * 32),
+    "an object of somebody who does not know the secret": forge(lambda found: found, secret=b"t" * 32),
     "changed contents": forge(lambda found: msgspec.structs.replace(found, contents=(b"\x08" * 128,))),
     "an object without a MAC": forge(lambda found: msgspec.structs.replace(found, mac=b"")),
     "no message at all": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n\r\n"),
@@ -476,7 +476,7 @@ def test_a_client_that_leaves_ends_the_transfer_and_is_no_line_in_the_log(
 
 
 @pytest.mark.parametrize("words", [b"", b"\x00\x00\x00\x05hello", b"\xff" * 64, bytes(4), b"\x00\x00\x00\x22\x92\xc4"])
-def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
+def test_who_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     make_peer: Callable[..., Peer], words: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = make_peer(setting="unix")

@@ -273,7 +273,7 @@ def wait_for(condition):
         time.sleep(0.005)
 
 
-def test_a_grammar_is_compiled_beside_whoever_asks(compiler):
+def test_a_grammar_is_compiled_beside_the_one_who_asks(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars, done, grammar = Grammars(scripted), threading.Event(), Grammar(GrammarKind.REGEX, "hang")
     assert not grammars.prepare(grammar, done.set)

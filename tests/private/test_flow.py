@@ -147,7 +147,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackClo
     assert opening.content == ANSWER + bytes(60_000)
 
 
-def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, inner: Inner) -> None:
+def test_who_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, inner: Inner) -> None:
     inner.started.clear()
     inner.cancelled.clear()
     sealed, _, _ = cloud.seal(request("/v1/stream"))

@@ -118,7 +118,7 @@ def test_a_worker_opens_a_request_with_what_the_key_service_gives() -> None:
                 await unsealer.accept(exchange.header)
         finally:
             running.close()
-        assert running.process.returncode == 0  # it ends with whoever started it
+        assert running.process.returncode == 0  # it ends with the process that started it
 
     asyncio.run(run())
 

@@ -286,7 +286,7 @@ def test_routes_of_a_server_that_keeps_nothing_say_so(client, model_path):
         assert httpx.get(f"{server.url}/v1/files").status_code == 403
 
 
-def test_whoever_cannot_be_told_apart_keeps_nothing(tmp_path):
+def test_who_cannot_be_told_apart_keeps_nothing(tmp_path):
     gate = Gate(Policy("open"), None, loopback=False)
     with pytest.raises(ConfigError, match="needs API keys"):
         FileService.open(ServerConfig(files=str(tmp_path / "kept")), gate)

@@ -1,4 +1,4 @@
-"""Taking tokens: each once, by whoever comes first, and nothing that an issuer did not sign for this gateway."""
+"""Taking tokens: each once, by the first who comes, and nothing that an issuer did not sign for this gateway."""
 
 from __future__ import annotations
 
