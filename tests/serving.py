@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -20,6 +22,20 @@ MODEL = "cloister-5m"
 START_TIMEOUT_S = 300.0
 STOP_TIMEOUT_S = 120.0
 _POLL_S = 0.01
+_PORTS_GIVEN = Path("/proc/sys/net/ipv4/ip_local_port_range")
+
+
+def free_port() -> int:
+    """A port that nobody has. It is none of those that the kernel gives to who asks for any, as other tests do meanwhile."""
+    first_given = int(_PORTS_GIVEN.read_text().split()[0]) if _PORTS_GIVEN.exists() else 0
+    draw = random.SystemRandom()
+    for _ in range(100):
+        port = draw.randrange(1024, first_given) if first_given > 5000 else 0
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            found: int = probe.getsockname()[1]
+            return found
+    raise RuntimeError("no port is free")
 
 
 class ServeProcess:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import builtins
 import gzip
-import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from cloister.types.errors import ConfigError, PolicyError
 from cloister.types.refusals import Refusals
 from tests.server.running_server import MODEL, serving, start_slow, start_speaking
 from tests.server.test_bad_input import SECRET
+from tests.serving import free_port
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 
@@ -189,17 +189,11 @@ def test_a_client_that_left_has_its_spans_too(model_path):
     assert spans["decode"].end_time_unix_nano <= whole.end_time_unix_nano
 
 
-def closed_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 @pytest.mark.parametrize("kind", ["gone", "slow", "failing"])
 def test_a_collector_that_does_not_work_costs_no_request_and_little_time(model_path, kind, monkeypatch):
     monkeypatch.setattr(traces, "EXPORT_TIMEOUT_S", 1.0)
     with collecting(status=500 if kind == "failing" else 200, delay_s=120.0 if kind == "slow" else 0.0) as collector:
-        url = f"http://127.0.0.1:{closed_port()}" if kind == "gone" else collector.url
+        url = f"http://127.0.0.1:{free_port()}" if kind == "gone" else collector.url
         tracer = Tracer(url, "m", delay_s=0.02)
         with (
             serving(model_path, lambda: start_speaking(model_path), listeners=[tracer.write]) as server,
