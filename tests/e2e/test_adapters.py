@@ -335,7 +335,7 @@ def test_with_keys_only_an_operators_key_may_change_adapters(model: Path, adapte
             f"{server.url}/v1/completions",
             json={"model": "ann", "prompt": PROMPT, "max_tokens": 2},
             headers=headers,
-            timeout=30,
+            timeout=60,
         )
         assert answered.status_code == 200
 

@@ -289,7 +289,7 @@ def test_a_closed_node_still_reads_a_new_certificate(node: Node, certificate: tu
 
 def shown_certificate(url: str) -> bytes:
     host, port = url.removeprefix("https://").split(":")
-    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=10))
+    return ssl.PEM_cert_to_DER_cert(ssl.get_server_certificate((host, int(port)), timeout=60))
 
 
 def test_a_dead_engine_is_made_anew_without_executing_a_program(node: Node) -> None:
