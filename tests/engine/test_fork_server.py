@@ -238,7 +238,7 @@ def test_engines_outlive_their_template_and_the_next_one_comes_from_a_new_templa
 
 
 def test_a_template_that_hangs_is_replaced(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.engine.fork_server.FORK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cloister.engine.fork_server.FORK_TIMEOUT_S", 2.0)
 
     async def main() -> None:
         async with forking(model_path) as (server, (engine,)):

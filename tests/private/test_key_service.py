@@ -179,7 +179,7 @@ def test_who_asks_a_key_service_that_is_gone_is_told() -> None:
 
 
 def test_an_answer_that_comes_late_is_not_taken_for_that_of_the_next_question(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.private.workers.key_service_client.ANSWER_TIMEOUT_S", 0.3)
+    monkeypatch.setattr("cloister.private.workers.key_service_client.ANSWER_TIMEOUT_S", 2.0)
 
     async def run() -> None:
         running = Running()
