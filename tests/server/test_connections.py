@@ -80,6 +80,10 @@ def test_refused_connections_take_nobodys_place(narrow, monkeypatch):
             connection.close()
 
 
+def test_an_unused_connection_stays_open_for_longer_than_clients_keep_theirs(narrow):
+    assert narrow.uvicorn.config.timeout_keep_alive >= 2 * httpx.Limits().keepalive_expiry
+
+
 def test_a_flood_of_refused_connections_is_closed_without_a_word(narrow, monkeypatch):
     monkeypatch.setattr("cloister.server.connection.MAX_LINGERING", 2)
     monkeypatch.setattr("cloister.server.connection.LINGER_S", 0.3)
