@@ -105,7 +105,7 @@ class ServeProcess:
             return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
         return False
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 60) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:
         """Returns when a condition holds.
 
         Raises:

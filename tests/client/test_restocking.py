@@ -82,7 +82,7 @@ def test_an_asynchronous_client_buys_by_itself_when_the_moment_has_come(world: W
         transport = AsyncSealedTransport(session, world.wire)
         for _ in range(BATCH - LOW):
             await transport.prepare()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):
             while tokens(session) <= LOW:
                 await asyncio.sleep(0.005)
         await transport.aclose()

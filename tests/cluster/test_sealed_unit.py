@@ -128,7 +128,7 @@ async def opened_unit(
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.001)
 
@@ -422,7 +422,7 @@ def test_an_engine_elsewhere_that_was_to_load_kv_and_is_not_reached_brings_no_fu
                 token = SequenceOutput(request_id="r", index=0, token_ids=[7])
                 events = [Progressed("r", 1, 0, 1.0, 1, True), PrefillDone("r", 1.0, (1,), 0)]
                 engines[first].sock.sendall(channel.frame(Outputs([token], events)))
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(300):
                     while not engines.ends.keys() - {0}:
                         await asyncio.sleep(0.001)
                 assert engines.ends.keys() == {0, 1}

@@ -197,11 +197,14 @@ def build_hanging_elsewhere(config: EngineConfig) -> EngineCore:
     ).core
 
 
+@dataclasses.dataclass
 class SlowHost:
-    """Takes three seconds to load an adapter (protocol `AdapterHost`)."""
+    """Takes `load_s` to load an adapter (protocol `AdapterHost`)."""
+
+    load_s: float
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        time.sleep(3.0)
+        time.sleep(self.load_s)
         return AdapterInfo(name=name, digest=name, path=path, rank=1)
 
     def unload(self, digest: str) -> None:
@@ -211,7 +214,14 @@ class SlowHost:
 def build_loading(config: EngineConfig) -> EngineCore:
     """A replica that takes three seconds to load an adapter."""
     core = build(config)
-    core.adapters = AdapterRegister(SlowHost())
+    core.adapters = AdapterRegister(SlowHost(3.0))
+    return core
+
+
+def build_adapting(config: EngineConfig) -> EngineCore:
+    """A replica that loads an adapter at once."""
+    core = build(config)
+    core.adapters = AdapterRegister(SlowHost(0.0))
     return core
 
 

@@ -30,7 +30,7 @@ from tests.engine.test_process import answer, reasons
 from tests.history_program import greedy_continuation
 
 IDLE_S = 0.1
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -283,8 +283,12 @@ async def one_idle(path: Path) -> AsyncIterator[tuple[ReplicaSet, Request, async
         await replicas.drain_replica(1)
         request = make_request("a long answer", max_tokens=40)
         running = asyncio.create_task(answer(replicas, request))
-        await until(lambda: [health.is_idle for health in (client.health() for client in replicas._replicas)] == [False, True])
-        assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "drained"]
+        await until(
+            lambda: (
+                [client.health().is_idle for client in replicas._replicas] == [False, True]
+                and [snapshot.state for snapshot in replicas.snapshots()] == ["running", "drained"]
+            )
+        )
         replicas.return_replica(1)
         assert [snapshot.state for snapshot in replicas.snapshots()] == ["running", "idle"]
         yield replicas, request, running

@@ -250,7 +250,7 @@ class FailingAttester(SoftwareAttester):
 async def renew_until(node: Node, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], bool]) -> None:
     monkeypatch.setattr("cloister.private.attesting.LOOK_EVERY_S", 0.001)
     renewing = asyncio.create_task(node.announcer.renew_forever())
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(300):
         while not holds():
             await asyncio.sleep(0.001)
     renewing.cancel()

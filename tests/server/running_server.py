@@ -199,6 +199,7 @@ def serving(
 ) -> Iterator[RunningServer]:
     """Serves an engine while the block runs."""
     config = config or ServerConfig(port=0, drain_timeout_s=1.0)
+    options = {"prepare_timeout_s": 300.0, **options}  # a busy machine may read for longer than a server has time for
 
     @asynccontextmanager
     async def open_app() -> AsyncIterator[ServerApp]:
