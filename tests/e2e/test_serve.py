@@ -128,7 +128,7 @@ def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_
     assert len(ends) == 40
     assert set(ends) <= {"answered", "left", "status 503", "status 429"}  # 503: while there is no engine, nothing is accepted
     assert server.metric("num_resumes_total") > 0, "the kill must have hit somebody"
-    server.wait_until(server.is_well, timeout_s=60)
+    server.wait_until(server.is_well)
     assert server.engine_pid != killed
     after = asyncio.run(ask_many(server.url, 20, 1000, 60, lambda: asyncio.sleep(0)))
     assert set(after) <= {"answered", "left"}
@@ -240,7 +240,7 @@ def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
         client.request(marker, "/v1/models")
         figures = client.get("/metrics").text
         os.kill(running.engine_pid, signal.SIGABRT)  # its last words count too
-        running.wait_until(running.is_well, timeout_s=60)
+        running.wait_until(running.is_well)
     status, printed = running.stop()
     assert status == 0
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]

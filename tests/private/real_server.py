@@ -34,7 +34,7 @@ class RealServer:
         path = Path(self._engine.model.path)
         gate = Gate(Policy(profile), None, loopback=False, reuses_prefixes=False, sealed=True)
         server = ServerConfig(host="sealed", page=False, log_requests=False)
-        self._app = create_app(self._engine, Tokenizer(path), ChatTemplate.load(path), gate, server)
+        self._app = create_app(self._engine, Tokenizer(path), ChatTemplate.load(path), gate, server, prepare_timeout_s=300.0)
         self._loop: asyncio.AbstractEventLoop | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
