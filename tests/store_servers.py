@@ -47,7 +47,7 @@ class RedisServer:
         import redis
 
         with redis.Redis.from_url(self.url) as client:
-            for _ in range(1500):
+            for _ in range(15_000):
                 with contextlib.suppress(redis.RedisError):
                     client.ping()
                     return
@@ -82,13 +82,13 @@ class PostgresServer:
 
     def start(self) -> None:
         options = f"-c listen_addresses='' -k {self._socket}"
-        self._run("pg_ctl", "-D", str(self._data), "-o", options, "-l", str(self._data / "log"), "-w", "-t", "60", "start")
+        self._run("pg_ctl", "-D", str(self._data), "-o", options, "-l", str(self._data / "log"), "-w", "-t", "300", "start")
 
     def kill(self) -> None:
         """As a crash would: no process of it gets to write anything more."""
         pid = int((self._data / "postmaster.pid").read_text().split()[0])
         os.kill(pid, signal.SIGQUIT)
-        for _ in range(3000):
+        for _ in range(30_000):
             if not Path(f"/proc/{pid}").exists():
                 return
             time.sleep(0.01)
@@ -97,5 +97,5 @@ class PostgresServer:
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
         subprocess.run(
-            command, user=self._user, check=True, timeout=90, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, user=self._user, check=True, timeout=600, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
