@@ -143,7 +143,7 @@ class LoopbackNetwork:
         self._servers: dict[str, tuple[Server, Future[None]]] = {}
         self._upstreams: list[Upstream] = []
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 300.0) -> T:
         """Runs work on the loop that the servers run on, and waits for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 

@@ -46,7 +46,7 @@ def make_config(path: Path, **changes: object) -> EngineConfig:
     return dataclasses.replace(EngineConfig(model=str(path), max_num_seqs=16, block_size=BLOCK_SIZE), **changes)
 
 
-def make_request(prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 60.0, **sampling: object) -> Request:
+def make_request(prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 600.0, **sampling: object) -> Request:
     token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
     return Request(request_id=f"r{next(_ids)}", token_ids=token_ids, sampling=params, timeout_s=timeout_s)

@@ -88,7 +88,7 @@ def gate(core: EngineCore) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def ask(name: str, path: Path, *, seed: int | None = None, timeout_s: float = 60.0) -> Request:
+def ask(name: str, path: Path, *, seed: int | None = None, timeout_s: float = 600.0) -> Request:
     """Returns a request about the picture of a seed, or one of text only."""
     prompt, images = list(range(5, 25)), ()
     if seed is not None:

@@ -45,7 +45,7 @@ NUM_TOKENS = 200
 
 def make_request(name: str = "the name of a request") -> Request:
     sampling = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
-    return Request(request_id=name, token_ids=TOKENS, sampling=sampling, timeout_s=60)
+    return Request(request_id=name, token_ids=TOKENS, sampling=sampling, timeout_s=600)
 
 
 class Tap:
