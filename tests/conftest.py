@@ -33,7 +33,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, whichever folder a process collects first
 # how long a reply takes depends on who else uses the machine: five seconds, which httpx waits by itself, may be too few
 _DEFAULT_TIMEOUT: httpx.Timeout = httpx.get.__kwdefaults__["timeout"]
-_DEFAULT_TIMEOUT.connect = _DEFAULT_TIMEOUT.read = _DEFAULT_TIMEOUT.write = _DEFAULT_TIMEOUT.pool = 60.0
+_DEFAULT_TIMEOUT.connect = _DEFAULT_TIMEOUT.read = _DEFAULT_TIMEOUT.write = _DEFAULT_TIMEOUT.pool = 300.0
 # and so does the time of an example, and that of drawing it
 settings.register_profile(
     "cloister",

@@ -97,12 +97,12 @@ class ServeProcess:
 
     def metric(self, name: str) -> float:
         """Returns the sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=60).text
+        text = httpx.get(f"{self.url}/metrics", timeout=300).text
         return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if re.match(rf"cloister_{name}(\{{| )", line))
 
     def is_well(self) -> bool:
         with contextlib.suppress(httpx.HTTPError):
-            return httpx.get(f"{self.url}/health", timeout=60).status_code == 200
+            return httpx.get(f"{self.url}/health", timeout=300).status_code == 200
         return False
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = 300) -> None:

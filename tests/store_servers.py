@@ -57,7 +57,7 @@ class RedisServer:
     def kill(self) -> None:
         """As a crash would."""
         self._process.kill()
-        self._process.wait(timeout=60)
+        self._process.wait(timeout=300)
 
 
 class PostgresServer:

@@ -33,7 +33,7 @@ def num_threads() -> int:
 def test_a_program_that_waits_takes_no_cpu_time() -> None:
     driver = build_native(WORK, RandomWeights(WORK), num_threads=4)
     driver.run("a", list(range(100)))
-    give_up_s, used_s = time.monotonic() + 60, math.inf
+    give_up_s, used_s = time.monotonic() + 300, math.inf
     while used_s >= 0.05:  # first workers spin for a while, on a busy machine a long one, as threads of other tests may
         assert time.monotonic() < give_up_s, "threads spin while there is nothing to do"
         before_s = cpu_time_s()
@@ -44,7 +44,7 @@ def test_a_program_that_waits_takes_no_cpu_time() -> None:
 def test_work_is_spread_over_the_team() -> None:
     driver = build_native(WORK, RandomWeights(WORK), num_threads=2)
     helped: set[str] = set()
-    deadline_s = time.monotonic() + 60  # on a busy machine the helper may come too late for one step
+    deadline_s = time.monotonic() + 300  # on a busy machine the helper may come too late for one step
     while not {"qkv", "attention", "gate_up", "down", "head"} <= helped:
         assert time.monotonic() < deadline_s, f"the helper took part in nothing but {helped}"
         with driver.program.record() as spans:  # type: ignore[attr-defined]
@@ -115,7 +115,7 @@ def test_a_fork_in_the_middle_of_a_step_leaves_both_with_a_whole_program() -> No
             assert in_a_child(lambda: driver.run("c", tokens).tobytes() == expected)
     finally:
         stop.set()
-        worker.join(60)
+        worker.join(300)
     assert found
     assert all(found)
 
@@ -138,7 +138,7 @@ def test_threads_that_share_a_back_end_take_turns() -> None:
     callers = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(jobs))]
     for caller in callers:
         caller.start()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     for caller in callers:
         caller.join(max(0.0, deadline_s - time.monotonic()))
     assert not any(caller.is_alive() for caller in callers)

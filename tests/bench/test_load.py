@@ -61,12 +61,12 @@ def url():
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes.routes), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
-    thread.join(60)
+    thread.join(300)
 
 
 def item(prompt, arrival_s=0.0, num_output=3):

@@ -115,7 +115,7 @@ def searching() -> Iterator[subprocess.Popen[bytes]]:
 def test_ctrl_c_ends_a_search_in_several_processes_quietly() -> None:
     with searching() as process:
         os.killpg(process.pid, signal.SIGINT)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=300)
     assert process.returncode == 130
     assert b"Traceback" not in err
 
@@ -123,7 +123,7 @@ def test_ctrl_c_ends_a_search_in_several_processes_quietly() -> None:
 def test_a_search_that_is_killed_leaves_no_process() -> None:
     with searching() as process:
         process.kill()
-        process.communicate(timeout=60)  # its standard output ends when the last process that has it ends
+        process.communicate(timeout=300)  # its standard output ends when the last process that has it ends
 
 
 def wait_for_workers(pid: int, count: int) -> None:

@@ -13,7 +13,7 @@ from cloister.types.clock import VirtualClock
 
 
 def wait_for(found):
-    end_s = time.monotonic() + 60
+    end_s = time.monotonic() + 300
     while not found():
         assert time.monotonic() < end_s
         time.sleep(0.005)

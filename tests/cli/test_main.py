@@ -35,7 +35,7 @@ def test_help_is_quick_and_loads_no_heavy_library():
     taken_s = []
     while not taken_s or min(taken_s) >= 1.0:  # 0.25 s; processor time, though others that are busy add to that as well
         assert len(taken_s) < 5, taken_s
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
         loaded, processor_s = done.stderr.split("\n")[:2]
         assert loaded == "[]"
         assert "serve" in done.stdout

@@ -87,7 +87,7 @@ def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, cloud: 
     )
     next(iter(stream))
     stream.close()
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 300
     while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert cloud.num_open == 0
@@ -104,7 +104,7 @@ def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert len(answers) == 6
     assert len(set(answers)) == 1
 
@@ -180,7 +180,7 @@ class _Cut(httpx.SyncByteStream):
 def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
     wire = Half()
     body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=60) as client:
+    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=300) as client:
         received = b""
 
         def read() -> None:
@@ -197,7 +197,7 @@ def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: Loop
 
 def test_an_sdk_that_repeats_what_took_too_long_is_stopped(cloud: LoopbackCloud, server: RealServer) -> None:
     before = cloud.num_asked
-    sealed = httpx.Client(transport=SealedTransport(cloud.session()), timeout=httpx.Timeout(60, read=2.0))
+    sealed = httpx.Client(transport=SealedTransport(cloud.session()), timeout=httpx.Timeout(300, read=2.0))
     with (
         server.standing_still(after_steps=0),
         openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,

@@ -17,7 +17,7 @@ PROGRAM = Path(__file__).parents[2] / "deploy" / "install.py"
 
 def install(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(PROGRAM), "--log", str(folder / "logs" / "pip.log"), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
 
 
 def test_each_object_of_the_compiler_is_counted_and_named() -> None:
@@ -54,5 +54,5 @@ def test_an_installation_that_is_ended_ends_pip(tmp_path: Path) -> None:
         assert program.stdout is not None
         pid = program.stdout.readline().split("pid")[1].strip()
         program.send_signal(signal.SIGTERM)
-        assert program.wait(60) == 143
+        assert program.wait(300) == 143
     assert not Path(f"/proc/{pid}").exists()

@@ -50,7 +50,7 @@ def test_sigterm_to_make_serve_ends_the_server(tmp_path: Path) -> None:
     try:
         wait_until(port, opened=True)
         make.send_signal(signal.SIGTERM)
-        make.wait(60)
+        make.wait(300)
         wait_until(port, opened=False)
     finally:
         with contextlib.suppress(ProcessLookupError):

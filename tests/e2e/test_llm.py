@@ -139,7 +139,7 @@ def test_threads_may_share_it(llm, alone):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert [found[number] for number in range(len(PROMPTS))] == alone
 
 
@@ -228,7 +228,7 @@ def test_vectors_and_answers_run_together(llm, alone):
     thread = threading.Thread(target=lambda: found.update(vectors=llm.embed(PROMPTS * 8)))
     thread.start()
     assert [fingerprint(completion) for completion in llm.generate(PROMPTS, GREEDY)] == alone
-    thread.join(60)
+    thread.join(300)
     assert (found["vectors"] == llm.embed(PROMPTS * 8)).all()
 
 

@@ -266,11 +266,11 @@ class Running:
 
     def __exit__(self, *_: object) -> None:
         InputQueue.put(self._core.input_queue, Shutdown(0.0))
-        self._thread.join(60)
+        self._thread.join(300)
         assert not self._thread.is_alive()
 
     def wait_until_it_sleeps(self) -> None:
-        give_up_s = time.monotonic() + 60
+        give_up_s = time.monotonic() + 300
         while not self._core.input_queue._arrived._waiters:  # type: ignore[attr-defined]
             assert time.monotonic() < give_up_s
             time.sleep(0.005)

@@ -529,7 +529,7 @@ class TestDrain:
                     await answer(engine, make_request())
                 assert not engine.health().good
                 assert reasons(await running) == [FinishReason.LENGTH]
-                await asyncio.wait_for(draining, 60.0)
+                await asyncio.wait_for(draining, 300.0)
                 assert engine.pid is None
 
         run(main())
@@ -539,7 +539,7 @@ class TestDrain:
             async with serving(model_path, "build_slow") as engine:
                 running = asyncio.create_task(answer(engine, make_request(max_tokens=200)))
                 await asyncio.sleep(0.1)
-                await asyncio.wait_for(engine.drain(0.5), 60.0)
+                await asyncio.wait_for(engine.drain(0.5), 300.0)
                 outputs = await running
                 assert reasons(outputs) == [FinishReason.ABORT]
                 assert "shutting down" in (outputs[-1].error or "")
@@ -553,7 +553,7 @@ class TestDrain:
             async with serving(model_path, "build_hanging") as engine:
                 hung = asyncio.create_task(answer(engine, make_request([TRIGGER])))
                 await asyncio.sleep(0.2)
-                await asyncio.wait_for(engine.drain(0.1), 60.0)
+                await asyncio.wait_for(engine.drain(0.1), 300.0)
                 assert len(reasons(await hung)) == 1
 
         run(main())
@@ -582,7 +582,7 @@ async def main():
     engine = EngineClient(ProcessTransport("tests.engine.replica:build"), make_config(Path(sys.argv[1])))
     await engine.start()
     print(engine.pid, flush=True)
-    await asyncio.sleep(60)
+    await asyncio.sleep(3600)
 
 asyncio.run(main())
 """
@@ -600,7 +600,7 @@ def test_an_engine_whose_front_is_killed_ends_too(model_path: Path) -> None:
         child = int(parent.stdout.readline())
         assert is_alive(child)
         parent.kill()
-    give_up_s = time.monotonic() + 60.0
+    give_up_s = time.monotonic() + 300
     while is_alive(child):
         assert time.monotonic() < give_up_s, "the engine outlives its front"
         time.sleep(0.02)

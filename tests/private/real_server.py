@@ -56,7 +56,7 @@ class RealServer:
 
     def _run_or_stand_still(self, plan: StepPlan) -> StepResult:
         if self._steps_left == 0:
-            self._goes_on.wait(60)
+            self._goes_on.wait(300)
         elif self._steps_left > 0:
             self._steps_left -= 1
         return self._run(plan)
@@ -64,4 +64,4 @@ class RealServer:
     def close(self) -> None:
         """Ends the engine; while the loop that it started on still runs."""
         if self._loop is not None:
-            asyncio.run_coroutine_threadsafe(self._engine.drain(0.0), self._loop).result(60)
+            asyncio.run_coroutine_threadsafe(self._engine.drain(0.0), self._loop).result(300)

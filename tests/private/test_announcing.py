@@ -179,7 +179,7 @@ except CloisterError as error:
 def start(folder: Path, model: Path, profile: str = "private") -> str:
     """What a node that was given this release says at its start."""
     command = [sys.executable, "-c", PROGRAM, str(folder), str(model), profile]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def released(tmp_path: Path) -> tuple[Path, Path, Release]:
         ],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=300,
     ).stdout
     digests = dict.fromkeys(("wheel", "lock", "interpreter"), "0d" * 32)
     release = Release(

@@ -99,7 +99,7 @@ class Running:
     def close(self) -> None:
         for sock in (self.control, self.listener, *self.channels):
             sock.close()
-        self.process.wait(60)
+        self.process.wait(300)
 
 
 def test_a_worker_opens_a_request_with_what_the_key_service_gives() -> None:

@@ -49,7 +49,7 @@ class TwoMachines:
         self._do(self._open())
 
     def _do(self, work: Any) -> None:
-        asyncio.run_coroutine_threadsafe(work, self._loop).result(60)
+        asyncio.run_coroutine_threadsafe(work, self._loop).result(300)
 
     async def _open(self) -> None:
         self.port = socket.create_server(("127.0.0.1", 0))
@@ -82,7 +82,7 @@ class TwoMachines:
     def link(self, machine: int) -> socket.socket:
         """Opens a link to the other machine's engine, as an engine of this one does; returns its end."""
         near, far = socket.socketpair()
-        near.settimeout(60.0)
+        near.settimeout(300)
         with far:
             socket.send_fds(self.units[machine]._carriers[1], [b"+"], [far.fileno()])
         return near

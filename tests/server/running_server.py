@@ -179,12 +179,12 @@ def running(open_app: Callable[[], AbstractAsyncContextManager[ServerApp]], conf
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert started.wait(60)
+    assert started.wait(300)
     try:
         yield ready[0]
     finally:
         ready[0].uvicorn.should_exit = True
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "the server does not stop"
 
 

@@ -27,7 +27,7 @@ def narrow(model_path):
 
 def connect(server: RunningServer) -> socket.socket:
     host, port = server.url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=60)
+    return socket.create_connection((host, int(port)), timeout=300)
 
 
 def begin(connection: socket.socket) -> socket.socket:
@@ -57,7 +57,7 @@ def test_who_comes_when_all_connections_are_taken_gets_503_and_the_others_go_on(
         assert reply.json()["error"]["code"] == "overloaded"
         assert first.recv(65536)
         assert second.recv(65536)
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while httpx.get(f"{narrow.url}/health").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -71,7 +71,7 @@ def test_refused_connections_take_nobodys_place(narrow, monkeypatch):
             begin(second)
             refused = [connect(narrow) for _ in range(5)]
             assert all(connection.recv(65536).startswith(b"HTTP/1.1 503") for connection in refused)
-        deadline = time.monotonic() + 60  # well before the refused ones are closed
+        deadline = time.monotonic() + 300  # well before the refused ones are closed
         while httpx.get(f"{narrow.url}/health").status_code != 200:
             assert time.monotonic() < deadline
             time.sleep(0.02)
@@ -93,7 +93,7 @@ def test_a_flood_of_refused_connections_is_closed_without_a_word(narrow, monkeyp
         assert flood.recv(10) == b""
     for connection in held:
         connection.close()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while httpx.get(f"{narrow.url}/health").status_code != 200:
         assert time.monotonic() < deadline
         time.sleep(0.05)

@@ -65,7 +65,7 @@ def begin(server: RunningServer, head: bytes = b"GET / HTTP/1.1\r\nHost: localho
     host, port = server.url.partition("://")[2].split(":")
     connection = socket.socket()
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-    connection.settimeout(60)
+    connection.settimeout(300)
     connection.connect((host, int(port)))
     if server.url.startswith("https"):
         connection = server.trust.wrap_socket(connection, server_hostname="localhost")
@@ -87,7 +87,7 @@ def read_rest(connection: socket.socket) -> int:
 
 
 def wait_for(condition) -> None:
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.01)

@@ -182,7 +182,7 @@ def test_a_file_system_that_does_not_answer_ends_the_wait_and_blocks_nothing(
     files, answer, lstat = UnchangedFiles([model], timeout_s=1.5), threading.Event(), os.lstat
 
     def hang(name: str) -> os.stat_result:
-        answer.wait(60)
+        answer.wait(300)
         return lstat(name)
 
     async def main() -> int:
