@@ -25,7 +25,7 @@ def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(main: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 180.0))
+    asyncio.run(asyncio.wait_for(main, 600.0))
 
 
 async def answer(remote: Remote, request: Request) -> list[SequenceOutput]:
