@@ -472,7 +472,7 @@ def test_what_tiers_hold_is_that_of_all_replicas_that_run(model_path: Path) -> N
 
 
 def run(main: Coroutine[object, object, T]) -> T:
-    return asyncio.run(asyncio.wait_for(main, 180.0))
+    return asyncio.run(asyncio.wait_for(main, 600.0))
 
 
 @asynccontextmanager
