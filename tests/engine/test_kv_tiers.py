@@ -78,7 +78,7 @@ class Engine:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Makes steps until something has happened; a busy machine has long for it."""
-        deadline_s = time.monotonic() + 90.0
+        deadline_s = time.monotonic() + 300
         while not is_done():
             assert time.monotonic() < deadline_s, "it never happened"
             self.step()
@@ -126,7 +126,7 @@ class Engine:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 @pytest.fixture
@@ -807,7 +807,7 @@ def test_the_end_of_a_prefix_comes_while_its_front_is_computed(tokenizer: Tokeni
     worker = engine.tier.worker
     (load,) = engine.engine.scheduler.kv_loads.loading.values()
     assert load.restore is not None
-    deadline_s = time.monotonic() + 90.0
+    deadline_s = time.monotonic() + 300
     while not any(job.is_complete for job in worker._reads.values()):
         assert time.monotonic() < deadline_s, "it is not read"
         time.sleep(0.001)
