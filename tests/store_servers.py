@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pwd
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -61,17 +63,18 @@ class RedisServer:
 
 
 class PostgresServer:
-    """A cluster of its own; as root it runs as the user `postgres`, since PostgreSQL refuses root."""
+    """A cluster of its own; as root it runs as the user `postgres`, since PostgreSQL refuses root.
 
-    def __init__(self, directory: Path, programs: Path) -> None:
+    It is in no folder of pytest: whenever another pytest starts, it closes those to all other users.
+    """
+
+    def __init__(self, programs: Path) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="postgres-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self._programs, self._data = programs, directory / "data"
-        directory.mkdir()
         self._user = "postgres" if os.geteuid() == 0 else None
         if self._user is not None:
             account = pwd.getpwnam(self._user)
-            for path in (directory, *directory.parents):
-                if path.stat().st_uid == 0 and path != Path("/tmp") and path.is_relative_to("/tmp"):
-                    path.chmod(path.stat().st_mode | 0o011)
             os.chown(directory, account.pw_uid, account.pw_gid)
         self._socket = directory
         self.url = f"postgresql:///postgres?host={directory}&user=cloister"

@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         programs = find_postgres()
         if programs is None:
             pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-        server = PostgresServer(directory / "server", programs)
+        server = PostgresServer(programs)
     else:
         if shutil.which("redis-server") is None:
             pytest.skip("Redis is not installed (Debian: apt-get install redis-server)")
