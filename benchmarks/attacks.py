@@ -325,7 +325,7 @@ def spend_twice(bench: Bench, num_tokens: int = 200) -> None:
 def _open_stores(directory: Path, stack: ExitStack) -> Iterator[tuple[str, str | None]]:
     yield "sqlite", None
     if (programs := find_postgres()) is not None:
-        postgres = PostgresServer(directory / "postgres-server", programs)
+        postgres = PostgresServer(programs)
         stack.callback(postgres.kill)
         yield "postgres", postgres.url
     if shutil.which("redis-server") is not None:

@@ -1,7 +1,7 @@
 """B1, Orca: iteration-level against request-level batching on the same engine.
 
 Orca (Yu et al., OSDI 2022, section 3): requests join and leave at every step, so that no short answer waits for a long one.
-Whoever joins brings its whole prompt, as in Orca; the stall-free budget that serves by default (Sarathi-Serve, B2) runs beside.
+One that joins brings its whole prompt, as in Orca; the stall-free budget that serves by default (Sarathi-Serve, B2) is beside.
 """
 
 from __future__ import annotations

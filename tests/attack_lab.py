@@ -153,7 +153,7 @@ class Lab:
     def wait_for_tiers(self) -> None:
         """Waits until everything that was evicted is written."""
         assert self.tiers is not None
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 300
         while any(index._unwritten for index in self.tiers.indexes):
             assert time.monotonic() < deadline_s, "the tiers do not write"
             self.core.step()

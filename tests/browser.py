@@ -19,7 +19,7 @@ from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
 
-TIMEOUT_S = 20
+TIMEOUT_S = 300.0
 _FLAGS = (
     "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu", "--window-size=1280,800",
     # One process draws every page: a new one for each page that is opened takes a third more processor time.

@@ -17,21 +17,31 @@ from itertools import islice
 from pathlib import Path
 
 import certifi
+import httpx
 import pytest
 from _pytest.mark import ParameterSet
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from cloister.backends.availability import why_no_kernels
 from cloister.cli.doctor import COMPILERS
 from tests import limited_kernels
 from tests.processor_time import ProcessorTime
-from tests.thinning import examples
+from tests.thinning import all_examples, examples
 
 os.environ["PIP_NO_INDEX"] = "1"
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton, whichever folder a process collects first
-# how long an example takes depends on who else uses the machine
-settings.register_profile("cloister", deadline=None, max_examples=examples(100))
+# how long a reply takes depends on who else uses the machine: five seconds, which httpx waits by itself, may be too few
+_DEFAULT_TIMEOUT: httpx.Timeout = httpx.get.__kwdefaults__["timeout"]
+_DEFAULT_TIMEOUT.connect = _DEFAULT_TIMEOUT.read = _DEFAULT_TIMEOUT.write = _DEFAULT_TIMEOUT.pool = 300.0
+# and so does the time of an example, and that of drawing it
+settings.register_profile(
+    "cloister",
+    deadline=None,
+    max_examples=examples(100),
+    suppress_health_check=[HealthCheck.too_slow],
+    derandomize=not all_examples(),
+)
 settings.load_profile("cloister")
 
 

@@ -43,7 +43,7 @@ class GivenWeights:
 
 
 class RandomWeights(GivenWeights):
-    """Weights of a spec, drawn from a seed; whoever asks again gets copies, which take a tenth of the time."""
+    """Weights of a spec, drawn from a seed; from the second time on they are copies, which take a tenth of the time."""
 
     def __init__(self, spec: DecoderSpec, seed: int = 0) -> None:
         shapes = tuple(tensor_shapes(spec))

@@ -22,7 +22,7 @@ from cloister.server.connection import Connection
 from cloister.server.serve import address_of, bind
 
 T = TypeVar("T")
-STOP_TIMEOUT_S = 10.0
+STOP_TIMEOUT_S = 60.0
 
 
 @dataclass
@@ -30,7 +30,7 @@ class Seen:
     """One request as a program saw it.
 
     Attributes:
-        client: address and port of whoever connected.
+        client: address and port of the one who connected.
         request, response: every byte of the bodies.
         pieces: the response's body as it was sent, with the time of each piece.
     """
@@ -143,7 +143,7 @@ class LoopbackNetwork:
         self._servers: dict[str, tuple[Server, Future[None]]] = {}
         self._upstreams: list[Upstream] = []
 
-    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 60.0) -> T:
+    def run(self, work: Coroutine[Any, Any, T], timeout_s: float = 300.0) -> T:
         """Runs work on the loop that the servers run on, and waits for it."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 

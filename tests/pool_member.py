@@ -42,7 +42,7 @@ class Member:
         copies, self.index.copies = self.index.copies, []
         for _, block in copies:
             self.worker.write(block, contents[block.key, block.group])
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 300
         while self.index._unwritten:
             assert time.monotonic() < deadline_s
             for block, is_written in self.worker.take_written(0)[0]:
@@ -58,7 +58,7 @@ class Member:
         self.tiers.touch([block])
         blocks = tuple(block if number == group else None for number in range(2))
         self.worker.read(TierRead("request", [], b"root", [TierEntry(0, block.key, blocks)], [1], 60.0))
-        deadline_s = time.monotonic() + 60.0
+        deadline_s = time.monotonic() + 300
         while True:
             assert time.monotonic() < deadline_s
             for arrival in self.worker.take_read():

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import threading
 
-START_TIMEOUT_S = 120.0
-STOP_TIMEOUT_S = 60.0
+START_TIMEOUT_S = 300.0
+STOP_TIMEOUT_S = 120.0
 
 
 class Program:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pwd
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from pathlib import Path
 
@@ -47,7 +49,7 @@ class RedisServer:
         import redis
 
         with redis.Redis.from_url(self.url) as client:
-            for _ in range(1500):
+            for _ in range(15_000):
                 with contextlib.suppress(redis.RedisError):
                     client.ping()
                     return
@@ -57,21 +59,22 @@ class RedisServer:
     def kill(self) -> None:
         """As a crash would."""
         self._process.kill()
-        self._process.wait(timeout=10)
+        self._process.wait(timeout=300)
 
 
 class PostgresServer:
-    """A cluster of its own; as root it runs as the user `postgres`, since PostgreSQL refuses root."""
+    """A cluster of its own; as root it runs as the user `postgres`, since PostgreSQL refuses root.
 
-    def __init__(self, directory: Path, programs: Path) -> None:
+    It is in no folder of pytest: whenever another pytest starts, it closes those to all other users.
+    """
+
+    def __init__(self, programs: Path) -> None:
+        directory = Path(tempfile.mkdtemp(prefix="postgres-"))
+        atexit.register(shutil.rmtree, directory, ignore_errors=True)
         self._programs, self._data = programs, directory / "data"
-        directory.mkdir()
         self._user = "postgres" if os.geteuid() == 0 else None
         if self._user is not None:
             account = pwd.getpwnam(self._user)
-            for path in (directory, *directory.parents):
-                if path.stat().st_uid == 0 and path != Path("/tmp") and path.is_relative_to("/tmp"):
-                    path.chmod(path.stat().st_mode | 0o011)
             os.chown(directory, account.pw_uid, account.pw_gid)
         self._socket = directory
         self.url = f"postgresql:///postgres?host={directory}&user=cloister"
@@ -82,13 +85,13 @@ class PostgresServer:
 
     def start(self) -> None:
         options = f"-c listen_addresses='' -k {self._socket}"
-        self._run("pg_ctl", "-D", str(self._data), "-o", options, "-l", str(self._data / "log"), "-w", "-t", "60", "start")
+        self._run("pg_ctl", "-D", str(self._data), "-o", options, "-l", str(self._data / "log"), "-w", "-t", "300", "start")
 
     def kill(self) -> None:
         """As a crash would: no process of it gets to write anything more."""
         pid = int((self._data / "postmaster.pid").read_text().split()[0])
         os.kill(pid, signal.SIGQUIT)
-        for _ in range(3000):
+        for _ in range(30_000):
             if not Path(f"/proc/{pid}").exists():
                 return
             time.sleep(0.01)
@@ -97,5 +100,5 @@ class PostgresServer:
     def _run(self, program: str, *arguments: str) -> None:
         command = [str(self._programs / program), *arguments]
         subprocess.run(
-            command, user=self._user, check=True, timeout=90, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+            command, user=self._user, check=True, timeout=600, cwd="/", stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )

@@ -10,9 +10,17 @@ import pytest
 from _pytest.mark import ParameterSet
 
 
+def all_examples() -> bool:
+    """Whether all random examples are tried, others in each run, as `make test-slow` asks for.
+
+    Otherwise each run of a test tries the same few, so that a change is judged by what it changed.
+    """
+    return os.environ.get("CLOISTER_TEST_EXAMPLES") == "all"
+
+
 def examples(num: int) -> int:
-    """How many random examples are tried of `num`: a quarter, unless `make test-slow` asks for all of them."""
-    return num if os.environ.get("CLOISTER_TEST_EXAMPLES") == "all" else max(num // 4, 2)
+    """How many random examples are tried of `num`: a quarter, unless all of them are asked for."""
+    return num if all_examples() else max(num // 4, 2)
 
 
 def thin(cases: Iterable[object], quick: int | Collection[object]) -> list[ParameterSet]:

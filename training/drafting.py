@@ -1,6 +1,6 @@
 """What the heads of the embedded model learn from: the corpus, and questions that the model then answers itself.
 
-The phrasings are those of training; the ones that training never uses are left for whoever measures speed.
+The phrasings are those of training; the ones that training never uses are left for measurements of speed.
 """
 
 from collections.abc import Sequence

@@ -3,7 +3,7 @@
 The attack of Wei et al. (2024, When Speculation Spills Secrets, section 4): the attacker asks each prompt some times, keeps how
 many tokens each packet brought, and compares. Here it has sizes to the byte and times; accepted drafts are in one packet with
 the token after them, and make it larger, later and fewer packets. Five-fold cross-validation over
-answers: whoever tells prompts apart has seen other answers to the same prompts, as there.
+answers: who tells prompts apart has seen other answers to the same prompts, as there.
 """
 
 from __future__ import annotations

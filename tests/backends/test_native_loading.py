@@ -46,7 +46,7 @@ except ConfigError as error:
 
 def ask(directory: Path) -> list[str]:
     """Returns, of a new process that looks for the module there: why not, the default back end, and what `doctor` finds."""
-    told = subprocess.run([sys.executable, "-c", ASK, str(directory)], capture_output=True, text=True, timeout=60, check=True)
+    told = subprocess.run([sys.executable, "-c", ASK, str(directory)], capture_output=True, text=True, timeout=300, check=True)
     return told.stdout.splitlines()
 
 

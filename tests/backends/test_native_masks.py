@@ -1,4 +1,4 @@
-"""Choosing among some of the tokens: what a mask bars is as if its logit were minus infinity, whoever is beside it."""
+"""Choosing among some of the tokens: what a mask bars is as if its logit were minus infinity, whatever is beside it."""
 
 import numpy as np
 import pytest

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import threading
@@ -32,16 +33,18 @@ def num_threads() -> int:
 def test_a_program_that_waits_takes_no_cpu_time() -> None:
     driver = build_native(WORK, RandomWeights(WORK), num_threads=4)
     driver.run("a", list(range(100)))
-    time.sleep(0.05)  # longer than a worker spins
-    before = cpu_time_s()
-    time.sleep(1)
-    assert cpu_time_s() - before < 0.05
+    give_up_s, used_s = time.monotonic() + 300, math.inf
+    while used_s >= 0.05:  # first workers spin for a while, on a busy machine a long one, as threads of other tests may
+        assert time.monotonic() < give_up_s, "threads spin while there is nothing to do"
+        before_s = cpu_time_s()
+        time.sleep(1)
+        used_s = cpu_time_s() - before_s
 
 
 def test_work_is_spread_over_the_team() -> None:
     driver = build_native(WORK, RandomWeights(WORK), num_threads=2)
     helped: set[str] = set()
-    deadline_s = time.monotonic() + 30  # on a busy machine the helper may come too late for one step
+    deadline_s = time.monotonic() + 300  # on a busy machine the helper may come too late for one step
     while not {"qkv", "attention", "gate_up", "down", "head"} <= helped:
         assert time.monotonic() < deadline_s, f"the helper took part in nothing but {helped}"
         with driver.program.record() as spans:  # type: ignore[attr-defined]
@@ -60,7 +63,7 @@ def test_threads_end_with_their_back_end() -> None:
     assert num_threads() == before
 
 
-def in_a_child(work: Callable[[], bool], timeout_s: float = 30.0) -> bool:
+def in_a_child(work: Callable[[], bool], timeout_s: float = 60.0) -> bool:
     """Forks, and returns what `work` returned there; False when it raised or the deadline passed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # forking a process with threads is what is tested
@@ -112,7 +115,7 @@ def test_a_fork_in_the_middle_of_a_step_leaves_both_with_a_whole_program() -> No
             assert in_a_child(lambda: driver.run("c", tokens).tobytes() == expected)
     finally:
         stop.set()
-        worker.join(30)
+        worker.join(300)
     assert found
     assert all(found)
 
@@ -135,7 +138,7 @@ def test_threads_that_share_a_back_end_take_turns() -> None:
     callers = [threading.Thread(target=repeat, args=(number,), daemon=True) for number in range(len(jobs))]
     for caller in callers:
         caller.start()
-    deadline_s = time.monotonic() + 60
+    deadline_s = time.monotonic() + 300
     for caller in callers:
         caller.join(max(0.0, deadline_s - time.monotonic()))
     assert not any(caller.is_alive() for caller in callers)

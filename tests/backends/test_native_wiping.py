@@ -160,7 +160,7 @@ def test_an_engine_without_requests_keeps_nothing_of_them(prompt: list[int]) -> 
     needle = last_logits(driver, program, prompt)
     engine = make_idle_engine(program, vocab_size=SPEC.vocab_size, num_seqs=1)
     sampling = SamplingParams(temperature=0.0, max_tokens=1, ignore_eos=True)
-    engine.core.input_queue.put(Submit(Request(request_id="a", token_ids=prompt, sampling=sampling, timeout_s=60.0)))
+    engine.core.input_queue.put(Submit(Request(request_id="a", token_ids=prompt, sampling=sampling, timeout_s=600.0)))
     assert engine.core.step() is not None
     assert needle.count() == 1
     while engine.core.step() is not None:

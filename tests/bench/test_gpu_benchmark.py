@@ -37,7 +37,7 @@ def test_without_a_gpu_it_says_so_and_writes_nothing(tmp_path: Path, capsys: pyt
 
 
 def test_a_stage_that_hangs_is_ended_at_its_limit_and_its_figures_are_on_the_page(tmp_path: Path) -> None:
-    run = Run(tmp_path, time.monotonic() + 60.0, is_real=True, again=[])
+    run = Run(tmp_path, time.monotonic() + 300, is_real=True, again=[])
     run.do(Stage("stalled", STALLED, (), limit_s=5.0))  # it would stall for ten minutes
     page = (tmp_path / "gpu.md").read_text()
     assert "2,000 GB/s, 300.0 T/s in bfloat16" in page
@@ -155,13 +155,13 @@ def test_the_stages_run_in_the_interpreter_and_say_that_they_measure_nothing(tmp
 @pytest.mark.skipif(HAS_GPU, reason="the interpreter stands for a device only where there is none")
 def test_a_run_that_is_told_to_end_writes_what_it_had(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "benchmarks.gpu", "--interpreter", "--stages", "limits,kernels", "--output", str(tmp_path)]
-    page, deadline_s = tmp_path / "gpu.md", time.monotonic() + 60.0
+    page, deadline_s = tmp_path / "gpu.md", time.monotonic() + 300
     with subprocess.Popen(command, cwd=ROOT) as run:
         try:
             while not (page.exists() and "| decode | " in page.read_text()) and time.monotonic() < deadline_s:
                 time.sleep(0.1)
             run.send_signal(signal.SIGTERM)
-            assert run.wait(30) == 128 + signal.SIGTERM
+            assert run.wait(300) == 128 + signal.SIGTERM
         finally:
             run.kill()
     assert "| kernels | cut short |" in page.read_text()
@@ -174,7 +174,7 @@ def test_ending_a_stage_ends_what_it_started() -> None:
         assert process.stdout is not None
         child = int(process.stdout.readline())
         assert end_group(process) == "cut short"
-    deadline_s = time.monotonic() + 5.0
+    deadline_s = time.monotonic() + 300
     while (
         Path(f"/proc/{child}/cmdline").exists()
         and Path(f"/proc/{child}/cmdline").read_bytes()

@@ -8,5 +8,5 @@ import sys
 
 def test_ctrl_c_ends_a_benchmark_with_130_and_one_line() -> None:
     code = "import benchmarks; raise KeyboardInterrupt"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=False)
     assert (done.returncode, done.stderr) == (130, "interrupted\n")

@@ -43,7 +43,7 @@ async def completions(request: Request):
 async def stream(body):
     for number in range(body["max_tokens"]):
         if body["prompt"] == "slow":
-            await asyncio.sleep(5)
+            await asyncio.sleep(600)
         await asyncio.sleep(0.01)
         yield f"data: {json.dumps({'choices': [{'text': f't{number}', 'finish_reason': None}]})}\n\n"
         if body["prompt"] == "cut":
@@ -61,12 +61,12 @@ def url():
     server = uvicorn.Server(uvicorn.Config(Starlette(routes=routes.routes), port=0, log_level="error"))
     thread = threading.Thread(target=server.run)
     thread.start()
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not server.started and time.monotonic() < deadline:
         time.sleep(0.01)
     yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
     server.should_exit = True
-    thread.join(10)
+    thread.join(300)
 
 
 def item(prompt, arrival_s=0.0, num_output=3):
@@ -74,7 +74,7 @@ def item(prompt, arrival_s=0.0, num_output=3):
 
 
 def send(url, items, **options):
-    target = Target(url, "toy", timeout_s=options.pop("timeout_s", 10))
+    target = Target(url, "toy", timeout_s=options.pop("timeout_s", 60))
     return asyncio.run(send_all(items, target, **options))
 
 
@@ -87,9 +87,9 @@ def test_an_answer_is_recorded_with_its_deliveries_and_usage(url):
 
 
 def test_every_kind_of_failure_is_a_record_of_its_own(url):
-    items = [item("busy"), item("cut"), item("dies"), item("slow"), item("fine")]
-    records = send(url, items, timeout_s=1)
-    assert [r.failure for r in records] == ["http_429", "cut_off", "engine_error", "timeout", None]
+    records = send(url, [item("busy"), item("cut"), item("dies"), item("fine")], timeout_s=60)
+    assert [r.failure for r in records] == ["http_429", "cut_off", "engine_error", None]
+    assert [r.failure for r in send(url, [item("slow")], timeout_s=1)] == ["timeout"]
 
 
 def test_a_server_that_is_not_there_fails_every_request():
@@ -98,11 +98,11 @@ def test_a_server_that_is_not_there_fails_every_request():
 
 
 def test_requests_leave_at_their_arrival_times_though_others_still_run(url):
-    start = len(seen)
+    start, begun_s = len(seen), time.monotonic()
     records = send(url, [item("hello", num_output=60), item("hello", 0.2), item("hello", 0.4)])
     times = [time_s for time_s, _, _ in seen[start:]]
-    assert times[1] - times[0] >= 0.1, "never early; how late depends on what else the machine does"
-    assert times[2] - times[0] >= 0.3
+    assert times[1] - begun_s >= 0.2, "never early; how late depends on what else the machine does"
+    assert times[2] - begun_s >= 0.4
     assert records[0].end_s > records[2].due_s
 
 

@@ -137,7 +137,7 @@ def test_an_engine_may_open_as_many_files_as_a_front_that_has_raised_its_limit()
             assert resource.prlimit(process.pid, resource.RLIMIT_NOFILE) == (min(2304, hard), hard)
         finally:
             near.close()
-            process.wait(timeout=30)
+            process.wait(timeout=300)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 

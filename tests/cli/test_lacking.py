@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 def cloister(*arguments: str, environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "cloister.cli", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
 
 
 @pytest.mark.parametrize("verb", ["run", "serve"])
@@ -67,7 +67,7 @@ def test_a_user_without_a_home_or_a_name_is_answered_and_told_that_nothing_is_ke
     nameless += ["--ambient-caps=+dac_read_search", "--securebits=+no_setuid_fixup"]  # the interpreter may lie in root's home
     environment = {name: value for name, value in os.environ.items() if name != "HOME"}
     command = [*nameless, sys.executable, "-m", "cloister.cli", "run", "cloister-5m", "Hello", "--max-tokens", "1"]
-    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd="/", env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     (line,) = done.stderr.splitlines()
     assert line.startswith("this user has no home, so packed weights are not kept")
@@ -81,7 +81,7 @@ def test_without_a_compiler_tests_of_the_kernels_are_skipped_and_others_collecte
     environment = {**lacking(tmp_path, KERNELS), "PATH": str(tools)}
     files = ("tests/policy/attacks/test_prefix_cache.py", "tests/types/test_clock.py")
     command = [sys.executable, "-m", "pytest", "--collect-only", "-q", "-p", "no:cacheprovider", *files]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stdout
     assert "test_clock.py" in done.stdout
     assert "test_prefix_cache" not in done.stdout

@@ -30,9 +30,14 @@ def world(directory: Path) -> Iterator[World]:
 
 
 @pytest.fixture(scope="session")
-def cloud() -> Iterator[LoopbackCloud]:
+def server() -> RealServer:
+    """The server behind the nodes of `cloud`."""
+    return RealServer()
+
+
+@pytest.fixture(scope="session")
+def cloud(server: RealServer) -> Iterator[LoopbackCloud]:
     """One sealed cloud with the embedded model for every test that only asks."""
-    server = RealServer()
     with open_cloud(server, num_nodes=2, is_live=True, shape=shape_of("private")) as cloud:
         yield cloud
         server.close()

@@ -16,7 +16,7 @@ def run(cloud: LoopbackCloud, directory: Path, *arguments: str) -> subprocess.Co
     (directory / "key").write_text(f"{cloud.api_key}\n")
     given = ["--relay", cloud.relay_url, "--trust", str(directory / "trust.json"), "--api-key-file", str(directory / "key")]
     home = {**os.environ, "HOME": str(directory)}  # where the client remembers
-    return subprocess.run([sys.executable, EXAMPLE, *given, *arguments], capture_output=True, text=True, timeout=60, env=home)
+    return subprocess.run([sys.executable, EXAMPLE, *given, *arguments], capture_output=True, text=True, timeout=300, env=home)
 
 
 def test_the_first_steps_show_what_was_verified_and_the_answer(cloud: LoopbackCloud, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def find_node() -> str | None:
     node = shutil.which("node")
     if node is None:
         return None
-    version = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=20).stdout
+    version = subprocess.run([node, "--version"], capture_output=True, text=True, timeout=300).stdout
     return node if int(version.removeprefix("v").partition(".")[0] or 0) >= OLDEST_NODE else None
 
 
@@ -36,7 +36,7 @@ needs_node = pytest.mark.skipif(NODE is None, reason=f"there is no Node {OLDEST_
 def run_client(*arguments: str, given: str = "") -> subprocess.CompletedProcess[str]:
     client = ROOT / "examples/foreign_client/client.mjs"
     assert NODE is not None
-    return subprocess.run([NODE, str(client), *arguments], input=given, capture_output=True, text=True, timeout=60)
+    return subprocess.run([NODE, str(client), *arguments], input=given, capture_output=True, text=True, timeout=300)
 
 
 def test_the_published_vectors_are_what_this_program_makes() -> None:
@@ -98,7 +98,7 @@ BODY: dict[str, Any] = {
 @needs_node
 def test_a_foreign_client_is_streamed_the_answer_that_our_client_gets(cloud: LoopbackCloud) -> None:
     with httpx.Client(transport=SealedTransport(cloud.session()), base_url="https://cloister") as client:
-        ours = client.post("/v1/chat/completions", json=BODY, timeout=60).json()["choices"][0]["message"]["content"]
+        ours = client.post("/v1/chat/completions", json=BODY, timeout=300).json()["choices"][0]["message"]["content"]
     said = said_by(ask(cloud, {**BODY, "stream": True}))
     assert said["status"] == 200
     assert set(said["frames"]) == {512}

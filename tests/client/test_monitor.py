@@ -270,7 +270,7 @@ def live(tmp_path: Path) -> Iterator[tuple[Watched, str]]:
         thread.start()
         yield world, f"http://127.0.0.1:{server.server_address[1]}"
         server.shutdown()
-        thread.join(10)
+        thread.join(300)
 
 
 def run(*arguments: object) -> tuple[int, str]:

@@ -82,7 +82,7 @@ def test_an_asynchronous_client_buys_by_itself_when_the_moment_has_come(world: W
         transport = AsyncSealedTransport(session, world.wire)
         for _ in range(BATCH - LOW):
             await transport.prepare()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(300):
             while tokens(session) <= LOW:
                 await asyncio.sleep(0.005)
         await transport.aclose()
@@ -100,7 +100,7 @@ def test_a_blocking_client_buys_by_itself_when_the_moment_has_come(cloud: Loopba
     transport = SealedTransport(session)
     for _ in range(BATCH - LOW):
         transport.prepare()
-    give_up_s = time.monotonic() + 60
+    give_up_s = time.monotonic() + 300
     while tokens(session) <= LOW:
         assert time.monotonic() < give_up_s, "nothing was bought"
         time.sleep(0.005)

@@ -22,6 +22,7 @@ from cloister.client import (
 )
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.receipts import Receipt
+from tests.private.real_server import RealServer
 from tests.sealed_cloud import LoopbackCloud
 
 MODEL = "cloister-5m"
@@ -49,13 +50,14 @@ def test_a_chat_is_answered_as_by_the_server_itself(client: openai.OpenAI, cloud
     assert cloud.num_asked == before + 1
 
 
-def test_tokens_arrive_while_the_answer_is_being_written(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(
-        model=MODEL, messages=LONG, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
-    )
-    times = [time.monotonic() for chunk in stream if chunk.choices and chunk.choices[0].delta.content]
-    assert len(times) > 10  # of 200 tokens; those that were not read in time come as one piece
-    assert len({round(at, 2) for at in times}) > 5, "they did not come all at once"
+def test_tokens_arrive_while_the_answer_is_being_written(client: openai.OpenAI, server: RealServer) -> None:
+    with server.standing_still(after_steps=20):
+        stream = client.chat.completions.create(
+            model=MODEL, messages=LONG, max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+        )
+        texts = (chunk.choices[0].delta.content for chunk in stream if chunk.choices)
+        assert next(text for text in texts if text)
+    assert sum(map(bool, texts)) > 1, "of 200 tokens; those that were not read in time come as one piece"
 
 
 def test_a_tool_is_called(client: openai.OpenAI) -> None:
@@ -85,7 +87,7 @@ def test_who_hangs_up_ends_the_answer_at_the_node(client: openai.OpenAI, cloud: 
     )
     next(iter(stream))
     stream.close()
-    give_up_at = time.monotonic() + 60
+    give_up_at = time.monotonic() + 300
     while cloud.num_open and time.monotonic() < give_up_at:
         time.sleep(0.02)
     assert cloud.num_open == 0
@@ -102,7 +104,7 @@ def test_many_at_once_from_several_threads(client: openai.OpenAI) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(300)
     assert len(answers) == 6
     assert len(set(answers)) == 1
 
@@ -178,7 +180,7 @@ class _Cut(httpx.SyncByteStream):
 def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
     wire = Half()
     body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
-    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=30) as client:
+    with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=300) as client:
         received = b""
 
         def read() -> None:
@@ -193,10 +195,11 @@ def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: Loop
     assert wire.sent == 1
 
 
-def test_an_sdk_that_repeats_what_took_too_long_is_stopped(cloud: LoopbackCloud) -> None:
+def test_an_sdk_that_repeats_what_took_too_long_is_stopped(cloud: LoopbackCloud, server: RealServer) -> None:
     before = cloud.num_asked
-    sealed = httpx.Client(transport=SealedTransport(cloud.session()), timeout=httpx.Timeout(30, read=0.03))
+    sealed = httpx.Client(transport=SealedTransport(cloud.session()), timeout=httpx.Timeout(300, read=2.0))
     with (
+        server.standing_still(after_steps=0),
         openai.OpenAI(base_url="https://cloister/v1", api_key="none", http_client=sealed) as client,
         pytest.raises(RepeatedRequestError, match="max_retries=0"),
     ):

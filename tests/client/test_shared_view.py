@@ -195,5 +195,5 @@ def leave_unfinished(path: Path) -> list[Path]:
         "files.os.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)\n"
         "files.write_whole(pathlib.Path(sys.argv[1]), b'half')\n"
     )
-    subprocess.run([sys.executable, "-c", code, str(path)], timeout=30, check=False)
+    subprocess.run([sys.executable, "-c", code, str(path)], timeout=300, check=False)
     return sorted(set(path.parent.iterdir()) - before)

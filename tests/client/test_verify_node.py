@@ -373,7 +373,7 @@ def address(tmp_path: Path) -> Iterator[tuple[str, ServedCloud, Path]]:
         thread.start()
         yield f"http://127.0.0.1:{server.server_address[1]}", served, tmp_path / "trust.json"
         server.shutdown()
-        thread.join(10)
+        thread.join(300)
 
 
 def run(*arguments: str) -> tuple[int, str]:

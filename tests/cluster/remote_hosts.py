@@ -143,7 +143,7 @@ def make_remote(path: Path, entry: str = "build", first_step_s: float = 30.0, **
     identity = Identity.make()
     placement = LocalPlacement(identity.certificate)
     supervision = Supervision(
-        start_timeout_s=60.0, first_step_timeout_s=first_step_s, look_every_s=0.1, restarts=Restarts(backoff_s=0.01)
+        start_timeout_s=300.0, first_step_timeout_s=first_step_s, look_every_s=0.1, restarts=Restarts(backoff_s=0.01)
     )
     transport = RemoteTransport(
         placement, identity, f"tests.engine.replica:{entry}", supervision=supervision, import_path=[p for p in sys.path if p]

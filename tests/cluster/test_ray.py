@@ -201,7 +201,7 @@ def test_replicas_come_back_after_the_raylet_beside_the_front_has_died() -> None
 
 
 async def states(client: httpx.AsyncClient) -> list[str]:
-    return [replica["state"] for replica in (await client.get("/v1/replicas", timeout=30.0)).json()["data"]]
+    return [replica["state"] for replica in (await client.get("/v1/replicas", timeout=300.0)).json()["data"]]
 
 
 def command_of(pid: int) -> bytes:

@@ -33,7 +33,7 @@ FRONT, HOST, STRANGER = Identity.make(), Identity.make(), Identity.make()
 
 
 def run(main: Coroutine[None, None, None]) -> None:
-    asyncio.run(asyncio.wait_for(main, 180.0))
+    asyncio.run(asyncio.wait_for(main, 600.0))
 
 
 def never(far: socket.socket) -> ProcessHandle:

@@ -106,7 +106,7 @@ class Server:
             finally:
                 await self.replicas.drain(5.0)
 
-        return asyncio.run(asyncio.wait_for(main(), 180.0))
+        return asyncio.run(asyncio.wait_for(main(), 600.0))
 
 
 def prompts(num: int, **sampling: object) -> list[Request]:

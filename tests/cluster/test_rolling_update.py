@@ -28,7 +28,7 @@ from tests.engine.forked_engines import spawn_forked
 from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, build_slow, make_config, make_request
 from tests.history_program import greedy_continuation
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 MODULE = "tests.cluster.test_rolling_update"
 
 

@@ -34,7 +34,7 @@ from tests.engine.replica import VOCAB_SIZE, SteppedRunner, make_config, make_re
 from tests.engine.test_process import until
 from tests.history_program import greedy_continuation
 
-DEADLINE_S = 120.0
+DEADLINE_S = 600.0
 
 
 @pytest.fixture(scope="module")

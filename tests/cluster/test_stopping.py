@@ -66,7 +66,7 @@ def test_a_request_whose_prompt_is_being_computed_goes_on_where_answers_do_altho
         request = make_request(list(range(100)))
         name = request.request_id
         replicas.submit(request, outputs.append)
-        stopping = asyncio.create_task(replicas.drain(20.0))
+        stopping = asyncio.create_task(replicas.drain(60.0))
         await asyncio.sleep(0.2)
         assert [engine.has(Shutdown) for engine in engines] == [False, False], "it waits for the request"
         assert not replicas.health().good
@@ -78,7 +78,7 @@ def test_a_request_whose_prompt_is_being_computed_goes_on_where_answers_do_altho
         await until(lambda: decode.has(Submit))
         last = SequenceOutput(request_id=name, index=0, token_ids=[8], finish_reason=FinishReason.STOP)
         decode.deliver(Outputs([last], [Ended(name, 1, 0, 2.0, FinishReason.STOP, 100, 2, 0, 1.0, 1.0, last=True)]))
-        await asyncio.wait_for(stopping, 20.0)
+        await asyncio.wait_for(stopping, 300.0)
         assert [token for output in outputs for token in output.token_ids] == [7, 8]
         assert outputs[-1].finish_reason is FinishReason.STOP
 

@@ -36,7 +36,7 @@ from tests.engine.replica import BLOCK_SIZE, VOCAB_SIZE, SpeakingRunner, Stepped
 from tests.history_program import greedy_continuation
 from tests.model_factory import make_model
 
-WAIT_S = 120.0
+WAIT_S = 300.0
 NEW = 1
 BY_WEIGHTS = {"": 0, "weights 1": NEW}
 Make = Callable[[int], EngineClient]

@@ -14,14 +14,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.serving import START_TIMEOUT_S, free_port
+
 ROOT = Path(__file__).parents[2]
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-    return port
 
 
 def is_open(port: int) -> bool:
@@ -30,9 +25,9 @@ def is_open(port: int) -> bool:
 
 
 def wait_until(port: int, *, opened: bool) -> None:
-    give_up_s = time.monotonic() + 30
+    give_up_s = time.monotonic() + START_TIMEOUT_S
     while is_open(port) != opened:
-        assert time.monotonic() < give_up_s, f"port {port} is {'closed' if opened else 'open'} after 30 s"
+        assert time.monotonic() < give_up_s, f"port {port} is {'closed' if opened else 'open'} after {START_TIMEOUT_S} s"
         time.sleep(0.05)
 
 
@@ -55,7 +50,7 @@ def test_sigterm_to_make_serve_ends_the_server(tmp_path: Path) -> None:
     try:
         wait_until(port, opened=True)
         make.send_signal(signal.SIGTERM)
-        make.wait(30)
+        make.wait(300)
         wait_until(port, opened=False)
     finally:
         with contextlib.suppress(ProcessLookupError):

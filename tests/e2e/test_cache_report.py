@@ -23,14 +23,14 @@ class Tenant:
     def ask(self, prompt: str = PROMPT) -> int:
         """Returns how many tokens of a prompt were cached."""
         body = {"model": MODEL, "prompt": prompt, "max_tokens": 1}
-        reply = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=60)
+        reply = httpx.post(f"{self._url}/v1/completions", json=body, headers=self._headers, timeout=300)
         usage = reply.json()["usage"]
         found: int = usage["prompt_tokens_details"]["cached_tokens"]
         return found
 
     def cache(self, method: str = "GET") -> tuple[dict[str, Any], list[int]]:
         """Returns what each place has of this tenant, and which replicas did not answer."""
-        reply = httpx.request(method, f"{self._url}/v1/cache", headers=self._headers, timeout=60)
+        reply = httpx.request(method, f"{self._url}/v1/cache", headers=self._headers, timeout=300)
         assert reply.status_code == 200, reply.text
         return {place["place"]: place for place in reply.json()["data"]}, reply.json()["unanswered"]
 

@@ -33,7 +33,7 @@ def server():
 
 @pytest.fixture(scope="module")
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -41,7 +41,7 @@ def client(server):
 def claude(server):
     import anthropic  # takes a second, which every process that collects would pay
 
-    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=server.url, api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 

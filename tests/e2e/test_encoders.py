@@ -37,7 +37,7 @@ def served(path: Path, **gate: Any) -> Iterator[httpx.Client]:
         await client.start()
         return client
 
-    with serving(path, start, gate=make_gate(**gate)) as server, httpx.Client(base_url=server.url, timeout=60) as client:
+    with serving(path, start, gate=make_gate(**gate)) as server, httpx.Client(base_url=server.url, timeout=300) as client:
         yield client
 
 
@@ -230,7 +230,7 @@ def test_an_encoder_is_not_quantised(embedder: Path) -> None:
 def test_an_encoder_is_served_under_the_profile_private(judge: Path) -> None:
     server = ServeProcess("--model", str(judge), "--profile", "private", "--kv-memory-mb", "1", "--num-threads", "1")
     try:
-        reply = httpx.post(f"{server.url}/v1/rerank", json={"query": "the sea", "documents": TEXTS}, timeout=60)
+        reply = httpx.post(f"{server.url}/v1/rerank", json={"query": "the sea", "documents": TEXTS}, timeout=300)
         assert [item["index"] for item in reply.json()["results"]]
         assert "the cat" not in server.printed
     finally:

@@ -25,7 +25,7 @@ from tests.e2e.test_kv_tiers import CASES, Runner, kv_mb, make_config, prompt
 from tests.thinning import thin
 
 NUM_ATTEMPTS = 5
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 @pytest.mark.parametrize("case", thin(CASES, ("windows", "states")))

@@ -30,7 +30,7 @@ from cloister.types.scope import LOCAL_SCOPE
 SECRET = b"e" * 32
 PROMPT = [(7 * i * i + 3 * i) % 2000 for i in range(1000)]
 NUM_HIT = 999 // 16 * 16
-WAIT_S = 120.0
+WAIT_S = 300.0
 NUM_ATTEMPTS = 5
 
 

@@ -76,7 +76,7 @@ def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
 
 
 @pytest.mark.parametrize("policy", ["mlfq", "cfs", "qoe", "reorder"])
-def test_answers_are_the_same_to_the_last_bit_whoever_goes_first(alone, monkeypatch, policy):
+def test_answers_are_the_same_to_the_last_bit_in_any_order(alone, monkeypatch, policy):
     monkeypatch.setattr("cloister.scheduler.policies.qoe.INTERVAL_S", 0.0)
     monkeypatch.setattr("cloister.scheduler.policies.cfs.SLICE_TOKENS", 4)
     slots, kv_memory_mb = (8, 0.38) if policy == "reorder" else (2, 2.0)
@@ -139,7 +139,7 @@ def test_threads_may_share_it(llm, alone):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(300)
     assert [found[number] for number in range(len(PROMPTS))] == alone
 
 
@@ -228,7 +228,7 @@ def test_vectors_and_answers_run_together(llm, alone):
     thread = threading.Thread(target=lambda: found.update(vectors=llm.embed(PROMPTS * 8)))
     thread.start()
     assert [fingerprint(completion) for completion in llm.generate(PROMPTS, GREEDY)] == alone
-    thread.join(60)
+    thread.join(300)
     assert (found["vectors"] == llm.embed(PROMPTS * 8)).all()
 
 

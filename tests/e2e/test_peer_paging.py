@@ -24,7 +24,7 @@ from tests.thinning import thin
 
 NUM_REQUESTS = 8
 NUM_OUTPUT = 80
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 class Burst:

@@ -26,7 +26,7 @@ FLAGS: dict[str, Any] = {"num_threads": 1, "kv_memory_mb": 64}
 PLACED: dict[str, Any] = {**FLAGS, "on": "ray", "replicas": 2, "prefill": 1, "decode": 1, "kv_transfer": "tls"}
 SHAPE = r"[a-z]{2,8}( [a-z]{2,8}){20,30}\."
 NUM_REQUESTS = 9
-WAIT_S = 120.0
+WAIT_S = 300.0
 
 
 @pytest.fixture

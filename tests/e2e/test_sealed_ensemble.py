@@ -18,12 +18,13 @@ import pytest
 from cloister import LLM, SamplingParams
 from tests.e2e.test_sealed_serve import MODEL, Node
 from tests.e2e.test_sealed_unit import PROMPTS, used_s
+from tests.serving import free_port
 from tests.trust.hardening.launching import needs_measures
 
 pytestmark = needs_measures
 
 NUM_TOKENS = 150
-TIMEOUT_S = 120
+TIMEOUT_S = 300
 PAIRED = "member 1 of the unit has proved itself"
 
 
@@ -77,12 +78,6 @@ class Tap:
                     sock.shutdown(socket.SHUT_RDWR)
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def wait_for(condition: Callable[[], object]) -> None:
     give_up_s = time.monotonic() + TIMEOUT_S
     while not condition():
@@ -108,26 +103,35 @@ class Unit:
             node.kill()
         self.tap.close()
 
-    def ask_all(self, meanwhile: Callable[[], None] = lambda: None) -> list[str]:
-        """Asks the leader for every answer at once, twice: all of them are drawn by one engine once in two thousand times."""
+    def ask_all(self, until: Callable[[], bool] | None = None) -> list[str]:
+        """Asks the leader for every answer at once, twice: all of them are drawn by one engine once in two thousand times.
+
+        Args:
+            until: is called again and again until it has happened; if all answers are there first, they are asked for again.
+        """
         with ThreadPoolExecutor(2 * len(PROMPTS)) as pool:
             prompts = (*PROMPTS, *PROMPTS)
             asked = [pool.submit(self.leader.complete, prompt, max_tokens=NUM_TOKENS, ignore_eos=True) for prompt in prompts]
-            meanwhile()
+            has_happened = until is None
+            while until is not None and not has_happened and not all(each.done() for each in asked):
+                has_happened = until()
+                time.sleep(0.005)
             replies = [each.result() for each in asked]
         assert [status for status, _ in replies] == [200] * len(prompts), replies
         texts = [json.loads(content)["choices"][0]["text"] for _, content in replies]
         assert texts[: len(PROMPTS)] == texts[len(PROMPTS) :]
-        return texts[: len(PROMPTS)]
+        return texts[: len(PROMPTS)] if has_happened else self.ask_all(until)
 
-    def kill_busy_member(self, name: str, how: signal.Signals = signal.SIGKILL) -> Callable[[], None]:
-        """Returns what ends a process of the member once its engine works."""
+    def kill_busy_member(self, name: str, how: signal.Signals = signal.SIGKILL) -> Callable[[], bool]:
+        """Returns what ends a process of the member once its engine works, and says whether it did."""
         [engine] = self.member.pids_named("cl-engine")
         before_s, victim = used_s(engine), engine if name == "cl-engine" else self.member.process.pid
 
-        def kill() -> None:
-            wait_for(lambda: used_s(engine) - before_s > 0.02)
+        def kill() -> bool:
+            if used_s(engine) - before_s <= 0.02:
+                return False
             os.kill(victim, how)
+            return True
 
         return kill
 
@@ -187,11 +191,13 @@ def test_accepted_requests_survive_the_death_of_a_machine_and_another_key_in_its
     assert unit.ask_all() == answers
     with Node("--sealed", "--num-threads", "1", "--unit-port", str(unit.unit_port)) as again:
         wait_for(lambda: unit.leader.printed.count(PAIRED) == 2)
-        [engine] = again.pids_named("cl-engine")
-        before_s = used_s(engine)
+        engines = [*unit.leader.pids_named("cl-engine"), *again.pids_named("cl-engine")]
+        before_s = [used_s(engine) for engine in engines]
         for _ in range(3):
             assert unit.ask_all() == answers
-        assert used_s(engine) - before_s < 0.05  # clients of the leader's older statement know nothing of its key
+        of_leader_s, of_member_s = (used_s(engine) - earlier_s for engine, earlier_s in zip(engines, before_s, strict=True))
+        num_answers = 3 * 2 * len(PROMPTS)  # and one of them takes the member that part of what all take the leader
+        assert of_member_s < max(0.05, of_leader_s / num_answers), "clients of the older statement know nothing of its key"
 
 
 @pytest.mark.slow
@@ -199,7 +205,7 @@ def test_accepted_requests_survive_a_member_that_is_stopped(answers: list[str]) 
     made = Unit("--drain-timeout-s", "0")
     try:
         assert made.ask_all(made.kill_busy_member("front", signal.SIGTERM)) == answers
-        assert made.member.process.wait(60) == 0
+        assert made.member.process.wait(300) == 0
         assert made.ask_all() == answers
     finally:
         made.close()
@@ -210,11 +216,14 @@ def test_accepted_requests_survive_a_machine_that_freezes(answers: list[str]) ->
     """Its kernel still answers, as after a SIGSTOP: workers miss its heartbeats, and its leader gives it up after 30 s."""
     made = Unit()
     try:
+        stop_engine = made.kill_busy_member("cl-engine", signal.SIGSTOP)
 
-        def freeze() -> None:
-            made.kill_busy_member("cl-engine", signal.SIGSTOP)()
+        def freeze() -> bool:
+            if not stop_engine():
+                return False
             for pid in made.member.pids:
                 os.kill(pid, signal.SIGSTOP)
+            return True
 
         assert made.ask_all(freeze) == answers
         assert made.ask_all() == answers

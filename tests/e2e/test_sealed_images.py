@@ -48,12 +48,12 @@ def node(path: Path, request: pytest.FixtureRequest) -> Iterator[Node]:
 
 def ask(node: Node, *parts: dict[str, Any]) -> tuple[int, dict[str, Any]]:
     """Seals a chat in the class `small`; returns status and content of the answer."""
-    keys = httpx.get(node.url + KEYS_PATH, timeout=30).content
+    keys = httpx.get(node.url + KEYS_PATH, timeout=300).content
     body = {"model": "seeing", "messages": asks(*parts), "max_tokens": 8, "temperature": 0}
     head = RequestHead("POST", "https", "node", "/v1/chat/completions", ((b"content-type", b"application/json"),))
     message = encode_request(HttpRequest(head, json.dumps(body).encode())).ljust(SIZE_CLASSES["small"].request_bytes, b"\0")
     sealed, exchange = seal_request(parse_keys(keys)[0], message)
-    answer = httpx.post(node.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=60)
+    answer = httpx.post(node.url + NODE_PATH, content=sealed, headers={"content-type": WHOLE.request_type}, timeout=300)
     assert answer.status_code == 200, answer.content
     opened = decode_response(Unshaper(required=True).feed(open_response(exchange, answer.content)))
     return opened.head.status, json.loads(opened.content)

@@ -26,7 +26,7 @@ pytestmark = needs_measures
 
 PROMPTS = tuple(f"Story {number}. Once upon a time there was a small house beside a large river, and " for number in range(6))
 NUM_TOKENS = 250
-START_TIMEOUT_S = 120
+START_TIMEOUT_S = 300.0
 NUM_ENGINES = 3
 ROLES = ("--prefill", "1", "--decode", "1", "--kv-transfer", "sealed")
 NO_ROLES = ()
@@ -48,7 +48,7 @@ def answers() -> list[str]:
 
 def statement_of(node: Node) -> Statement:
     give_up_s = time.monotonic() + START_TIMEOUT_S
-    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=30)).status_code != 200:
+    while (answer := httpx.get(node.url + EVIDENCE_PATH, timeout=300)).status_code != 200:
         assert time.monotonic() < give_up_s
         time.sleep(0.1)
     return read_statement(read_evidence(answer.content).statement)
@@ -89,7 +89,7 @@ def test_accepted_requests_survive_the_death_of_an_engine_with_the_same_tokens(n
     before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine")}
 
     def kill() -> None:
-        give_up_s = time.monotonic() + 60
+        give_up_s = time.monotonic() + 300
         while not victims:  # one that computes some of them
             assert time.monotonic() < give_up_s
             victims.extend([pid for pid, earlier_s in before_s.items() if used_s(pid) - earlier_s > 0.1][:1])

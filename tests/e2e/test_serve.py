@@ -29,7 +29,7 @@ def server():
 
 @pytest.fixture
 def client(server):
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=300) as client:
         yield client
 
 
@@ -80,7 +80,7 @@ def test_a_bad_request_is_an_openai_error(client):
 
 def test_a_disconnect_frees_the_blocks(server):
     body = {"model": MODEL, "prompt": "x", "max_tokens": 7000, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as reply:
+    with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=300) as reply:
         lines = reply.iter_lines()
         next(lines)
         server.wait_until(lambda: server.metric("num_requests_running") == 1)
@@ -128,7 +128,7 @@ def test_everybody_gets_a_reply_when_the_engine_is_killed_and_the_server_serves_
     assert len(ends) == 40
     assert set(ends) <= {"answered", "left", "status 503", "status 429"}  # 503: while there is no engine, nothing is accepted
     assert server.metric("num_resumes_total") > 0, "the kill must have hit somebody"
-    server.wait_until(server.is_well, timeout_s=60)
+    server.wait_until(server.is_well)
     assert server.engine_pid != killed
     after = asyncio.run(ask_many(server.url, 20, 1000, 60, lambda: asyncio.sleep(0)))
     assert set(after) <= {"answered", "left"}
@@ -170,7 +170,7 @@ def test_answers_are_whole_and_the_same_though_the_engine_is_killed_while_they_a
 
     whole = {name: write(name, lambda: None) for name in RESUMED_BODIES}
     killed, num_resumed = server.engine_pid, server.metric("num_resumes_total")
-    all_have_begun = threading.Barrier(len(RESUMED_BODIES) + 1, timeout=60)
+    all_have_begun = threading.Barrier(len(RESUMED_BODIES) + 1, timeout=300)
     with ThreadPoolExecutor() as pool:
         answers = {}
         for name in RESUMED_BODIES:
@@ -186,7 +186,7 @@ def test_answers_are_whole_and_the_same_though_the_engine_is_killed_while_they_a
 def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
     running = ServeProcess("--max-num-seqs", "4", "--num-threads", "1")
     body = {"model": MODEL, "prompt": "unmistakeable-marker-words", "max_tokens": 150, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=60) as reply:
+    with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=300) as reply:
         lines = reply.iter_lines()
         next(lines)
         running.process.send_signal(signal.SIGTERM)
@@ -207,8 +207,8 @@ def test_tenants_do_not_feel_each_others_prefixes(tmp_path):
         made[name] = max(printed.split(), key=len)
     running = ServeProcess("--api-keys", str(keys), "--num-threads", "1")
     try:
-        assert httpx.get(f"{running.url}/v1/models", timeout=10).status_code == 401
-        assert httpx.get(f"{running.url}/health", timeout=10).status_code == 200
+        assert httpx.get(f"{running.url}/v1/models", timeout=300).status_code == 401
+        assert httpx.get(f"{running.url}/health", timeout=300).status_code == 200
 
         def num_cached(name: str) -> int:
             with openai.OpenAI(base_url=f"{running.url}/v1", api_key=made[name], max_retries=0) as client:
@@ -226,7 +226,7 @@ def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
     marker = "unmistakeable-marker"
     running = ServeProcess("--log-format", "json", "--log-clients", "--num-threads", "1")
     marked = {"x-marker": marker, "user-agent": marker, "traceparent": marker, "authorization": f"Bearer {marker}"}
-    with httpx.Client(base_url=running.url, headers=marked, timeout=60) as client:
+    with httpx.Client(base_url=running.url, headers=marked, timeout=300) as client:
         prompts = {
             "/v1/completions": {"prompt": marker},
             "/v1/chat/completions": {"messages": [{"role": "user", "content": marker}]},
@@ -240,7 +240,7 @@ def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
         client.request(marker, "/v1/models")
         figures = client.get("/metrics").text
         os.kill(running.engine_pid, signal.SIGABRT)  # its last words count too
-        running.wait_until(running.is_well, timeout_s=60)
+        running.wait_until(running.is_well)
     status, printed = running.stop()
     assert status == 0
     lines = [json.loads(line) for line in printed.splitlines() if line.startswith("{")]
@@ -257,7 +257,7 @@ def test_two_replicas_answer_as_one_engine_does_though_one_is_killed(client):
     try:
         assert any(line.startswith("2 replicas, router least_load") for line in replicated.lines)
         killed, texts = replicated.engine_pid, defaultdict(str)
-        with openai.OpenAI(base_url=f"{replicated.url}/v1", api_key="none", max_retries=0, timeout=60) as two:
+        with openai.OpenAI(base_url=f"{replicated.url}/v1", api_key="none", max_retries=0, timeout=300) as two:
             for chunk in two.completions.create(**wanted, stream=True):
                 for choice in chunk.choices:
                     texts[choice.index] += choice.text

@@ -34,7 +34,7 @@ def server(tmp_path_factory):
 
 
 def ask(server: ServeProcess, **fields: object) -> httpx.Response:
-    return httpx.post(f"{server.url}/v1/chat/completions", json={**HELLO, **fields}, timeout=60)
+    return httpx.post(f"{server.url}/v1/chat/completions", json={**HELLO, **fields}, timeout=300)
 
 
 def test_each_model_answers_under_its_name_and_the_other_leaves_memory(server):
@@ -77,7 +77,7 @@ def test_an_unknown_name_is_refused_and_changes_nothing(server):
 
 def test_a_storm_for_both_gets_every_answer(server):
     async def storm() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+        async with httpx.AsyncClient(base_url=server.url, timeout=300) as client:
             names = ["facts", "draft"] * 8
             return await asyncio.gather(*(client.post("/v1/chat/completions", json={**HELLO, "model": name}) for name in names))
 
@@ -128,9 +128,9 @@ def test_ollamas_clients_find_all_of_them_and_ask_for_one_by_its_tag(server):
     assert [model["name"] for model in listed] == ["facts", "draft"]
     assert all(len(model["digest"]) >= 12 for model in listed)  # `ollama list` shows the first twelve
     body = {"model": "draft:latest", "messages": HELLO["messages"], "stream": False, "options": {"num_predict": 3}}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60).json()
+    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=300).json()
     assert (reply["model"], reply["eval_count"]) == ("draft", 3)
     assert [model["name"] for model in httpx.get(f"{server.url}/api/ps").json()["models"]] == ["draft"]
-    shown = httpx.post(f"{server.url}/api/show", json={"model": "draft"}, timeout=60).json()
+    shown = httpx.post(f"{server.url}/api/show", json={"model": "draft"}, timeout=300).json()
     assert shown["model_info"]["general.parameter_count"] > 100_000
     assert shown["details"]["parameter_size"].endswith(("K", "M"))

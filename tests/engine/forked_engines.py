@@ -67,7 +67,7 @@ def _template() -> socket.socket:
 
     def end() -> None:
         near.close()
-        process.wait(60)
+        process.wait(300)
 
     atexit.register(end)
     return near

@@ -46,7 +46,7 @@ def make_config(path: Path, **changes: object) -> EngineConfig:
     return dataclasses.replace(EngineConfig(model=str(path), max_num_seqs=16, block_size=BLOCK_SIZE), **changes)
 
 
-def make_request(prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 60.0, **sampling: object) -> Request:
+def make_request(prompt: str | Sequence[int] = "once upon a time", *, timeout_s: float = 600.0, **sampling: object) -> Request:
     token_ids = list(prompt.encode()) if isinstance(prompt, str) else list(prompt)
     params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, "ignore_eos": True, **sampling})
     return Request(request_id=f"r{next(_ids)}", token_ids=token_ids, sampling=params, timeout_s=timeout_s)
@@ -197,11 +197,14 @@ def build_hanging_elsewhere(config: EngineConfig) -> EngineCore:
     ).core
 
 
+@dataclasses.dataclass
 class SlowHost:
-    """Takes a second to load an adapter (protocol `AdapterHost`)."""
+    """Takes `load_s` to load an adapter (protocol `AdapterHost`)."""
+
+    load_s: float
 
     def load(self, name: str, path: str) -> AdapterInfo:
-        time.sleep(1.0)
+        time.sleep(self.load_s)
         return AdapterInfo(name=name, digest=name, path=path, rank=1)
 
     def unload(self, digest: str) -> None:
@@ -209,9 +212,16 @@ class SlowHost:
 
 
 def build_loading(config: EngineConfig) -> EngineCore:
-    """A replica that takes a second to load an adapter."""
+    """A replica that takes three seconds to load an adapter."""
     core = build(config)
-    core.adapters = AdapterRegister(SlowHost())
+    core.adapters = AdapterRegister(SlowHost(3.0))
+    return core
+
+
+def build_adapting(config: EngineConfig) -> EngineCore:
+    """A replica that loads an adapter at once."""
+    core = build(config)
+    core.adapters = AdapterRegister(SlowHost(0.0))
     return core
 
 

@@ -26,7 +26,7 @@ from cloister.types.events import Arrived, Ended, Event, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.engine.replica import make_config, make_request
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 
 
 @dataclass

@@ -65,7 +65,7 @@ def test_frames_that_arrive_byte_by_byte_are_put_together() -> None:
         reader = asyncio.StreamReader()
         for byte in channel.frame(Abort("a request")):
             asyncio.get_running_loop().call_soon(reader.feed_data, bytes([byte]))
-        return await asyncio.wait_for(channel.receive(reader), 5.0)
+        return await asyncio.wait_for(channel.receive(reader), 300.0)
 
     frame = asyncio.run(receive())
     assert frame is not None

@@ -268,7 +268,7 @@ def test_a_request_that_the_engine_never_ends_is_ended_here_after_its_deadline_a
     assert [(output.finish_reason, output.error) for output in outputs] == [(FinishReason.TIMEOUT, NO_ANSWER)]
 
 
-def test_an_observer_hears_of_its_own_request_until_its_end_whoever_ends_it() -> None:
+def test_an_observer_hears_of_its_own_request_until_its_end_by_either_side() -> None:
     class Observer:
         def __init__(self) -> None:
             self.stats = EngineStats()

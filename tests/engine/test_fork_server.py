@@ -238,7 +238,7 @@ def test_engines_outlive_their_template_and_the_next_one_comes_from_a_new_templa
 
 
 def test_a_template_that_hangs_is_replaced(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cloister.engine.fork_server.FORK_TIMEOUT_S", 0.2)
+    monkeypatch.setattr("cloister.engine.fork_server.FORK_TIMEOUT_S", 2.0)
 
     async def main() -> None:
         async with forking(model_path) as (server, (engine,)):
@@ -356,7 +356,7 @@ def test_a_template_and_its_forks_end_with_a_front_that_is_killed(model_path: Pa
         pids = [int(pid) for pid in front.stdout.readline().split()]
         assert all(map(is_alive, pids))
         front.kill()
-    give_up_s = time.monotonic() + 30.0
+    give_up_s = time.monotonic() + 300
     while any(map(is_alive, pids)):
         assert time.monotonic() < give_up_s, "something outlives the front"
         time.sleep(0.02)

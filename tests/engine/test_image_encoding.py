@@ -31,7 +31,7 @@ from tests.memory_search import CAN_SEARCH, Needle, find_any
 from tests.vision_factory import NUM_TOKENS, make_picture, make_vision_model
 from tests.vision_serving import make_request, place_tiles
 
-PATIENCE_S = 20.0
+PATIENCE_S = 60.0
 
 
 class Gate:
@@ -88,7 +88,7 @@ def gate(core: EngineCore) -> Iterator[Gate]:
     gate.opened.set()
 
 
-def ask(name: str, path: Path, *, seed: int | None = None, timeout_s: float = 60.0) -> Request:
+def ask(name: str, path: Path, *, seed: int | None = None, timeout_s: float = 600.0) -> Request:
     """Returns a request about the picture of a seed, or one of text only."""
     prompt, images = list(range(5, 25)), ()
     if seed is not None:

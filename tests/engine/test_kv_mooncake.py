@@ -25,7 +25,7 @@ from cloister.engine.kv_transports import KV_TRANSPORTS
 from cloister.types.errors import ConfigError
 
 HALF = 4096
-WAIT_S = 30.0
+WAIT_S = 60.0
 
 
 class WritesHere:

@@ -34,7 +34,7 @@ ANN = Scope(ScopeKind.TENANT, b"ann")
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 class Machine:
@@ -387,7 +387,7 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_only_right_blocks_and_t
             found = reader.read(key_of(number), number % 2)
             assert found in (None, content_of(FORM, number, number % 2))
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(300)
         for number in range(50):
             found = reader.read(key_of(number), number % 2)
             assert found in (None, content_of(FORM, number, number % 2))

@@ -97,7 +97,7 @@ def test_a_prompt_that_is_followed_arrives_while_it_is_computed(make_peer: Calla
 
 
 class Tap:
-    """An operator between engines: whoever is introduced gets a listener of the operator's, who passes everything on.
+    """An operator between engines: each engine that is introduced gets a listener of the operator's, who passes everything on.
 
     Attributes:
         heard: all bytes of both directions.

@@ -20,7 +20,7 @@ from cloister.kv import KVFormat, KVSealer
 from cloister.kv.objects import KVHeader
 
 HALF = 4096
-WAIT_S = 20.0
+WAIT_S = 60.0
 
 
 class Pair:

@@ -78,7 +78,7 @@ class Engine:
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Makes steps until something has happened; a busy machine has long for it."""
-        deadline_s = time.monotonic() + 90.0
+        deadline_s = time.monotonic() + 300
         while not is_done():
             assert time.monotonic() < deadline_s, "it never happened"
             self.step()
@@ -126,7 +126,7 @@ class Engine:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 60.0)
+    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 @pytest.fixture
@@ -301,7 +301,7 @@ def test_a_read_that_hangs_is_given_up_and_nobody_waits_for_the_tier_until_it_an
 
     def hang(*arguments: Any) -> int:
         has_begun.set()
-        may_go_on.wait(60.0)
+        may_go_on.wait(300)
         return preadv(*arguments)
 
     monkeypatch.setattr(kv_tier_reads.os, "preadv", hang)
@@ -444,7 +444,7 @@ def test_a_load_that_turns_out_slow_is_cut_short_and_what_arrived_is_used(
     def slow_down(*arguments: Any) -> int:
         num_reads.append(1)
         if len(num_reads) > 3:
-            may_go_on.wait(60.0)
+            may_go_on.wait(300)
         return preadv(*arguments)
 
     monkeypatch.setattr(kv_tier_reads.os, "preadv", slow_down)
@@ -574,7 +574,7 @@ def test_whatever_happens_to_writes_a_block_has_its_own_bytes_or_none(
 
 def settle(tiers: KVTiers, worker: kv_tier_worker.TierWorker) -> None:
     """Waits until everything is written."""
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 300
     while any(index._unwritten for index in tiers.indexes):
         assert time.monotonic() < deadline_s
         for tier, index in enumerate(tiers.indexes):
@@ -589,7 +589,7 @@ def read_one(worker: kv_tier_worker.TierWorker, block: TierBlock) -> bytes | Non
     tier_bytes[block.tier] = 1
     blocks = (block, None) if block.group == 0 else (None, block)
     worker.read(TierRead("request", [], b"root", [TierEntry(0, block.key, blocks)], tier_bytes, 60.0))
-    deadline_s = time.monotonic() + 60.0
+    deadline_s = time.monotonic() + 300
     while True:
         assert time.monotonic() < deadline_s
         for arrival in worker.take_read():
@@ -670,7 +670,7 @@ def test_an_engine_that_is_killed_while_it_writes_leaves_nothing_in_the_director
         assert process.stdout is not None
         assert process.stdout.readline(), "it wrote nothing"
         os.kill(process.pid, signal.SIGKILL)
-        process.wait(60)
+        process.wait(300)
     assert not list(tmp_path.iterdir())
     with contextlib.closing(make_worker(f"disk:{tmp_path},1M")) as worker:
         assert worker.probe()[0][0] > 0
@@ -807,7 +807,7 @@ def test_the_end_of_a_prefix_comes_while_its_front_is_computed(tokenizer: Tokeni
     worker = engine.tier.worker
     (load,) = engine.engine.scheduler.kv_loads.loading.values()
     assert load.restore is not None
-    deadline_s = time.monotonic() + 90.0
+    deadline_s = time.monotonic() + 300
     while not any(job.is_complete for job in worker._reads.values()):
         assert time.monotonic() < deadline_s, "it is not read"
         time.sleep(0.001)

@@ -101,7 +101,7 @@ def make_request(name: str = "r", token_ids: list[int] = PROMPT) -> Request:
 
 def run_until(is_done: Callable[[], bool], *peers: Peer) -> None:
     """Makes steps until something has happened; a busy machine has long for it."""
-    deadline_s = time.monotonic() + 90.0
+    deadline_s = time.monotonic() + 300
     while not is_done():
         assert time.monotonic() < deadline_s, "it never happened"
         for peer in peers:
@@ -239,7 +239,7 @@ def test_a_copy_that_is_made_while_its_blocks_are_taken_away_is_not_sent(
     def copy_slowly(blocks: list[int]) -> list[bytes]:
         copies = export(blocks)
         is_copying.set()
-        assert may_go_on.wait(60.0)
+        assert may_go_on.wait(300)
         return copies
 
     transfer._blocks = KVBlocks(transfer._blocks.form, copy_slowly)
@@ -278,7 +278,7 @@ def test_a_target_that_dies_before_the_prompt_is_done_costs_the_source_nothing(
     pair.finish_prompt()
     assert pair.source.token_ids == pair.expected[:1]
     run_until(lambda: not pair.source.links._peers and not len(pair.source.engine.scheduler.kv_exports), pair.source)
-    assert len(pair.source.engine.scheduler.leases or ()) == 1, "the hold for whoever goes on with it"
+    assert len(pair.source.engine.scheduler.leases or ()) == 1, "the hold for the engine that goes on with it"
 
 
 def test_a_target_whose_request_does_not_come_ends_the_transfer(
@@ -371,7 +371,7 @@ def forge(
     """Answers any query with one object, which is changed."""
 
     def speak(sock: socket.socket) -> None:
-        deadline_s = time.monotonic() + 20.0
+        deadline_s = time.monotonic() + 300
         kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
         ask = kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, deadline_s)
         query = msgspec.msgpack.decode(ask.query, type=KVQuery)
@@ -386,7 +386,7 @@ def forge(
 
 
 LIES: dict[str, Callable[[socket.socket], None]] = {
-    "an object of whoever does not know the secret": forge(lambda found: found, secret=b"t" * 32),
+    "an object of somebody who does not know the secret": forge(lambda found: found, secret=b"t" * 32),
     "changed contents": forge(lambda found: msgspec.structs.replace(found, contents=(b"\x08" * 128,))),
     "an object without a MAC": forge(lambda found: msgspec.structs.replace(found, mac=b"")),
     "no message at all": lambda sock: sock.sendall(b"GET / HTTP/1.1\r\n\r\n"),
@@ -426,7 +426,7 @@ def test_a_source_that_lies_in_shared_memory_costs_a_prefill(make_peer: Callable
 
 def claim_many(sock: socket.socket) -> None:
     """Says that much more has been written than one part has."""
-    deadline_s = time.monotonic() + 20.0
+    deadline_s = time.monotonic() + 300
     kv_frames.send_frame(sock, kv_sockets._Hello(b"n" * 32), deadline_s)
     query = msgspec.msgpack.decode(kv_frames.receive_frame(sock, kv_sockets._ASK, 2**20, deadline_s).query, type=KVQuery)
     header = msgspec.structs.replace(make_sealer(SECRET).seal(query.root, query.keys[0], 0, (b"",)).header, sizes=(128,))
@@ -452,7 +452,7 @@ def test_a_source_that_says_nothing_is_given_up_at_the_deadline(
     is_over = threading.Event()
     alone, target = make_peer(), make_peer()
     expected = answer(alone)
-    assert answer(target, source=Impostor(lambda sock: is_over.wait(20.0) and None).endpoint) == expected  # type: ignore[func-returns-value]
+    assert answer(target, source=Impostor(lambda sock: is_over.wait(300) and None).endpoint) == expected  # type: ignore[func-returns-value]
     assert not target.find(KVLoaded)[0].complete
     is_over.set()
     run_until(lambda: not target.links._pulls, target)
@@ -476,7 +476,7 @@ def test_a_client_that_leaves_ends_the_transfer_and_is_no_line_in_the_log(
 
 
 @pytest.mark.parametrize("words", [b"", b"\x00\x00\x00\x05hello", b"\xff" * 64, bytes(4), b"\x00\x00\x00\x22\x92\xc4"])
-def test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
+def test_who_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log(
     make_peer: Callable[..., Peer], words: bytes, caplog: pytest.LogCaptureFixture
 ) -> None:
     source = make_peer(setting="unix")

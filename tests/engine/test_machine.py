@@ -56,7 +56,7 @@ def test_a_limit_of_the_address_space_counts_and_what_is_mapped_already_with_it(
 
 def test_a_model_that_the_address_space_cannot_hold_is_refused_with_the_figure_that_would() -> None:
     limited = 'ulimit -v 500000; exec "$0" -m cloister.cli run cloister-5m Hello --max-tokens 1'
-    done = subprocess.run(["sh", "-c", limited, sys.executable], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(["sh", "-c", limited, sys.executable], capture_output=True, text=True, timeout=300, check=False)
     (line,) = done.stderr.splitlines()
     assert done.returncode == 1
     assert line.startswith("error: weights")
@@ -100,7 +100,7 @@ def test_this_machine_can_be_read() -> None:
 def test_a_process_is_as_old_as_since_it_was_started():
     command = "import time; time.sleep(0.3); from cloister.engine.machine import process_age_s; print(process_age_s())"
     begun = time.monotonic()
-    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=60).stdout
+    printed = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=True, timeout=300).stdout
     assert 0.25 < float(printed) <= time.monotonic() - begun + 0.05
 
 

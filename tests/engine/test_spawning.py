@@ -84,7 +84,7 @@ def test_it_ends_when_nobody_is_at_the_other_end() -> None:
     assert taken is not None
     process, near = taken
     near.close()
-    assert process.wait(60) == 0
+    assert process.wait(300) == 0
 
 
 def test_where_none_can_be_started_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:

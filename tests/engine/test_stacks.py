@@ -82,7 +82,7 @@ def test_a_replica_that_hangs_where_another_one_does_is_replaced_with_it(
                 for client in clients:
                     client._watchdog.look(client._clock.now(), is_waited_for=True)
             await clients[0]._report_hang()
-            deadline_s = asyncio.get_running_loop().time() + 20.0
+            deadline_s = asyncio.get_running_loop().time() + 60.0
             while is_replaced and clients[1].pid == pids[1]:
                 assert asyncio.get_running_loop().time() < deadline_s
                 await asyncio.sleep(0.02)
@@ -91,7 +91,7 @@ def test_a_replica_that_hangs_where_another_one_does_is_replaced_with_it(
             await replicas.drain(0.0)
 
     with caplog.at_level(logging.ERROR):
-        assert asyncio.run(asyncio.wait_for(main(), 180.0)) == [False, is_replaced]
+        assert asyncio.run(asyncio.wait_for(main(), 600.0)) == [False, is_replaced]
     assert "engine/replica.py" in caplog.text
     assert "< engine/core.py" in caplog.text
     assert "secret" not in caplog.text

@@ -73,7 +73,7 @@ def test_few_streams_wake_in_a_turn_of_the_loop_and_all_in_the_end() -> None:
         client.receive(Outputs([end(reader.request) for reader in readers], []))
         await asyncio.gather(*(reader.task for reader in readers))
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_a_first_output_overtakes_the_tokens_of_other_streams_and_of_other_engines() -> None:
@@ -96,7 +96,7 @@ def test_a_first_output_overtakes_the_tokens_of_other_streams_and_of_other_engin
         for reader in (*readers, new):
             reader.task.cancel()
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def read_late(said: list[list[SequenceOutput]], request: Request, n: int = 1) -> list[SequenceOutput]:
@@ -112,7 +112,7 @@ def read_late(said: list[list[SequenceOutput]], request: Request, n: int = 1) ->
         await reader.task
         return reader.read
 
-    return asyncio.run(asyncio.wait_for(main(), 60))
+    return asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_what_a_task_has_not_read_yet_becomes_one_piece() -> None:
@@ -174,7 +174,7 @@ def test_a_reader_of_a_whole_answer_is_woken_for_many_tokens_at_once_and_at_the_
         assert "".join(output.text for output in reader.read) == "".join(texts)
         assert reader.read[-1].finish_reason is FinishReason.LENGTH
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))
 
 
 def test_the_end_of_each_of_several_answers_wakes_a_reader_of_whole_ones() -> None:
@@ -192,4 +192,4 @@ def test_the_end_of_each_of_several_answers_wakes_a_reader_of_whole_ones() -> No
         client.receive(Outputs([msgspec.structs.replace(end(reader.request), index=1)], []))
         await reader.task
 
-    asyncio.run(asyncio.wait_for(main(), 60))
+    asyncio.run(asyncio.wait_for(main(), 300))

@@ -213,7 +213,7 @@ class ScriptedCompiler:
     def compile(self, grammar):
         self.compiled.append(grammar)
         if grammar.source == "hang":
-            assert self.goes_on.wait(20)
+            assert self.goes_on.wait(300)
         if grammar.source == "refuse":
             raise InvalidRequestError("no")
         if grammar.source == "crash":
@@ -267,19 +267,19 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.005)
 
 
-def test_a_grammar_is_compiled_beside_whoever_asks(compiler):
+def test_a_grammar_is_compiled_beside_the_one_who_asks(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars, done, grammar = Grammars(scripted), threading.Event(), Grammar(GrammarKind.REGEX, "hang")
     assert not grammars.prepare(grammar, done.set)
     assert not done.is_set()
     scripted.goes_on.set()
-    assert done.wait(60)
+    assert done.wait(300)
     assert grammars.prepare(grammar, done.set)
     assert scripted.compiled == [grammar]
 
@@ -291,7 +291,7 @@ def test_one_that_hangs_is_given_up_and_the_next_one_compiles(compiler):
     wait_for(lambda: scripted.compiled)
     grammars.give_up(stuck)
     done = threading.Event()
-    assert grammars.prepare(next_one, done.set) or done.wait(60)
+    assert grammars.prepare(next_one, done.set) or done.wait(300)
     found, _ = answer(compiler, [make("stuck", stuck), make("next", next_one)], grammars=grammars)
     assert "too long" in found["stuck", 0][1]
     assert found["next", 0][1] is FinishReason.STOP
@@ -307,7 +307,7 @@ def test_one_that_waits_behind_a_hanging_one_is_not_at_fault(compiler):
     assert not grammars.prepare(behind, done.set)
     assert grammars.give_up(stuck)
     if not grammars.give_up(behind):
-        assert grammars.prepare(behind, done.set) or done.wait(60)
+        assert grammars.prepare(behind, done.set) or done.wait(300)
     found, _ = answer(compiler, [make("stuck", stuck), make("free", None), make("behind", behind)], grammars=grammars)
     assert "too long" in found["stuck", 0][1]
     assert found["behind", 0][1] is FinishReason.STOP

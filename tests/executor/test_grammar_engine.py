@@ -31,7 +31,7 @@ class SlowCompiler:
         self._compiler = compiler
 
     def compile(self, grammar):
-        assert self.goes_on.wait(20)
+        assert self.goes_on.wait(300)
         return self._compiler.compile(grammar)
 
 
@@ -82,7 +82,7 @@ class SteppedEngine:
         return brought is not None
 
     def drive(self, *request_ids: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not all(request_id in self.ends for request_id in request_ids):
             assert time.monotonic() < deadline
             if not self.step():
@@ -117,8 +117,8 @@ def test_an_idle_engine_is_woken_when_a_grammar_is_compiled(engine):
     assert not engine.step()
     threading.Timer(0.1, engine.compiler.goes_on.set).start()
     started = time.monotonic()
-    engine.core.input_queue.wait(60)
-    assert time.monotonic() - started < 50
+    engine.core.input_queue.wait(600)
+    assert time.monotonic() - started < 500
     engine.drive(waiting)
 
 
@@ -196,10 +196,13 @@ def test_log_probabilities_are_of_the_model_and_not_of_the_grammar(engine):
     outputs = {}
     for one in (request, free):
         engine.submit(one)
-    for _ in range(50):
+    give_up_s = time.monotonic() + 300
+    while len(outputs) < 2:
+        assert time.monotonic() < give_up_s
         brought = engine.core.step()
         for output in [] if brought is None else brought.outputs:
-            outputs.setdefault(output.request_id, []).extend(output.logprobs or [])
+            if output.logprobs:
+                outputs.setdefault(output.request_id, []).extend(output.logprobs)
         engine.core.input_queue.wait(0.01)
     assert outputs[request.request_id][0].top == outputs[free.request_id][0].top
     assert outputs[request.request_id][0].text in (b"y", b"n")

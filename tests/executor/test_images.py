@@ -1,4 +1,4 @@
-"""Pictures in prompts: the same bits however a prompt is cut and whoever else runs; nobody is given another's picture."""
+"""Pictures in prompts: the same bits however a prompt is cut and whatever else runs; nobody is given another's picture."""
 
 from __future__ import annotations
 

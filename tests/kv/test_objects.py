@@ -34,7 +34,7 @@ def test_an_object_of_the_same_engines_is_genuine(contents: tuple[bytes, ...]) -
     assert is_genuine(sealed(contents=contents))
 
 
-def test_whoever_does_not_know_the_secret_makes_no_object() -> None:
+def test_who_does_not_know_the_secret_makes_no_object() -> None:
     assert not is_genuine(sealed(sealer=KVSealer(FORMAT, b"t" * 32)))
 
 

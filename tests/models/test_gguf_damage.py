@@ -89,7 +89,7 @@ def test_a_hostile_head_is_refused_at_once(name: str, tmp_path: Path) -> None:
         read_gguf(file)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert time.process_time() - began < 5
+    assert time.process_time() - began < 60  # a second, or years
     assert peak < 1 << 20
     assert "\n" not in caught.value.message
 

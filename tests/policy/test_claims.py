@@ -33,7 +33,7 @@ SHOWN_BY: Mapping[str, tuple[str, ...]] = {
         "e2e/test_kv_tiers.py::test_strict_profiles_refuse_a_tier",
     ),
     "pulling": (
-        "engine/test_kv_transfer.py::test_whoever_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log",
+        "engine/test_kv_transfer.py::test_who_does_not_know_the_secret_gets_nothing_and_no_line_in_the_log",
         "cluster/test_routers.py::test_two_scopes_never_share_a_place",
         "cluster/test_settings.py::test_kv_moves_between_replicas_in_all_but_strict_profiles",
     ),

@@ -56,7 +56,7 @@ def drafts_with_a_secret(home: Path, name: str, *, gossips: bool = False) -> lis
 
 
 @pytest.mark.parametrize("name", all_names())
-def test_a_draft_is_the_same_whoever_was_there_before(home: Path, name: str) -> None:
+def test_a_draft_is_the_same_after_any_request_before_it(home: Path, name: str) -> None:
     alone, beside = drafts_with_a_secret(home, name)
     assert alone == beside
     assert alone, "nothing was asked of the drafter"

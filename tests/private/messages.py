@@ -25,7 +25,7 @@ from cloister.trust.sealing import (
 from cloister.trust.sealing.hpke import set_up_receiver
 from tests.sealed_cloud import LoopbackCloud
 
-http = httpx.Client(verify=False, timeout=20, limits=httpx.Limits(max_keepalive_connections=0))
+http = httpx.Client(verify=False, timeout=300, limits=httpx.Limits(max_keepalive_connections=0))
 """Does not read the system's certificates for each request, and keeps no connection."""
 
 
@@ -100,7 +100,7 @@ def post(
 ) -> httpx.Response:
     """Sends a sealed request to the relay (or elsewhere) and returns the whole reply."""
     fields = {"content-type": CHUNKED.request_type, **(headers or {})}
-    return http.post(to or cloud.relay_url, content=sealed, headers=fields, timeout=20)
+    return http.post(to or cloud.relay_url, content=sealed, headers=fields, timeout=300)
 
 
 def ask(cloud: LoopbackCloud, request: HttpRequest, **options: object) -> Opening:

@@ -179,7 +179,7 @@ except CloisterError as error:
 def start(folder: Path, model: Path, profile: str = "private") -> str:
     """What a node that was given this release says at its start."""
     command = [sys.executable, "-c", PROGRAM, str(folder), str(model), profile]
-    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout.strip()
+    return subprocess.run(command, capture_output=True, text=True, check=True, timeout=300).stdout.strip()
 
 
 @pytest.fixture
@@ -198,7 +198,7 @@ def released(tmp_path: Path) -> tuple[Path, Path, Release]:
         ],
         capture_output=True,
         check=True,
-        timeout=60,
+        timeout=300,
     ).stdout
     digests = dict.fromkeys(("wheel", "lock", "interpreter"), "0d" * 32)
     release = Release(
@@ -250,7 +250,7 @@ class FailingAttester(SoftwareAttester):
 async def renew_until(node: Node, monkeypatch: pytest.MonkeyPatch, holds: Callable[[], bool]) -> None:
     monkeypatch.setattr("cloister.private.attesting.LOOK_EVERY_S", 0.001)
     renewing = asyncio.create_task(node.announcer.renew_forever())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(300):
         while not holds():
             await asyncio.sleep(0.001)
     renewing.cancel()

@@ -65,7 +65,7 @@ def test_an_answer_that_nobody_reads_waits_and_is_kept_nowhere() -> None:
                 time.sleep(0.3)
             assert not flood.over.is_set()
             assert flood.num_bytes < ENOUGH_BYTES / 2, "only what sockets hold on three hops has left the server"
-        assert flood.over.wait(10), "the node goes on though the client has left"
+        assert flood.over.wait(300), "the node goes on though the client has left"
 
 
 def test_many_ask_at_once_and_each_gets_its_own_answer_over_few_connections() -> None:
@@ -109,12 +109,12 @@ def test_a_request_that_trickles_in_is_given_up() -> None:
 
 def test_an_answer_that_falls_silent_is_given_up() -> None:
     inner = Inner()
-    with open_cloud(inner, answer_timeout_s=0.5) as cloud:
+    with open_cloud(inner, answer_timeout_s=2.0) as cloud:
         sealed, _, _ = cloud.seal(HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         inner.go.release()
         with pytest.raises(httpx.RemoteProtocolError):  # not the client's own patience
             http.post(cloud.relay_url, content=sealed, headers={"content-type": CHUNKED.request_type})
-        assert inner.cancelled.wait(5)
+        assert inner.cancelled.wait(300)
 
 
 def test_work_is_cancelled_when_the_client_goes_but_not_when_only_its_last_steps_are_left() -> None:
@@ -163,7 +163,7 @@ def test_an_answer_longer_than_a_file_may_be_is_not_read_to_its_end() -> None:
         thread = threading.Thread(target=serve_one, daemon=True)
         thread.start()
         asyncio.run(live(f"http://127.0.0.1:{listener.getsockname()[1]}"))
-        thread.join(5)
+        thread.join(300)
         assert not thread.is_alive(), "the connection is closed"
 
 

@@ -88,11 +88,11 @@ def test_a_captured_worker_gets_nothing_but_channels_to_engines(asked: bytes) ->
     engines.running.add(1)
     with served(engines) as admit:
         captured, other = admit(), admit()
-        captured.settimeout(20)
+        captured.settimeout(300)
         captured.send(asked)
         assert captured.recv(1) == b""  # it is closed
         assert not engines.ends
-        other.settimeout(20)
+        other.settimeout(300)
         other.send(b"1")
         message, descriptors, _, _ = socket.recv_fds(other, 1, 4)
         for descriptor in descriptors:
@@ -113,10 +113,10 @@ def test_a_captured_worker_gets_a_bounded_number_of_channels_and_one_that_reads_
         captured, other = admit(), admit()
         for _ in range(6):
             captured.send(b"0")
-        other.settimeout(20)
+        other.settimeout(300)
         other.send(b"0")
         assert other.recv(1) == b"+"
-        captured.settimeout(20)
+        captured.settimeout(300)
         given = [socket.recv_fds(captured, 1, 1)[:2] for _ in range(6)]
         for _, descriptors in given:
             for descriptor in descriptors:
@@ -143,7 +143,7 @@ def test_a_worker_in_a_long_outage_gets_channels_when_it_is_over(monkeypatch: py
             await asyncio.sleep(0.03)
 
     with served(engines) as admit:
-        asyncio.run(asyncio.wait_for(run(admit()), 20))
+        asyncio.run(asyncio.wait_for(run(admit()), 300))
 
 
 def test_a_worker_whose_zygote_has_ended_is_told_so() -> None:

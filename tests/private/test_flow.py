@@ -128,7 +128,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackClo
 
     def pieces() -> Iterator[bytes]:
         yield sealed[:40_000]
-        assert received.wait(60), "the gateway waits for the whole request"
+        assert received.wait(300), "the gateway waits for the whole request"
         yield sealed[40_000:]
 
     def watch() -> None:
@@ -139,7 +139,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackClo
 
     watcher = threading.Thread(target=watch)
     watcher.start()
-    reply = http.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type}, timeout=10)
+    reply = http.post(cloud.relay_url, content=pieces(), headers={"content-type": CHUNKED.request_type}, timeout=300)
     watcher.join()
     opening = Opening(outer, sealed_inner)
     opening.feed(reply.content)
@@ -147,7 +147,7 @@ def test_a_request_is_carried_on_while_it_is_still_being_sent(cloud: LoopbackClo
     assert opening.content == ANSWER + bytes(60_000)
 
 
-def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, inner: Inner) -> None:
+def test_who_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, inner: Inner) -> None:
     inner.started.clear()
     inner.cancelled.clear()
     sealed, _, _ = cloud.seal(request("/v1/stream"))
@@ -158,7 +158,7 @@ def test_whoever_hangs_up_cancels_the_request_on_the_node(cloud: LoopbackCloud, 
         next(pieces)
         assert inner.started.is_set()
         assert not inner.cancelled.is_set()
-    assert inner.cancelled.wait(5), "the node goes on computing for nobody"
+    assert inner.cancelled.wait(300), "the node goes on computing for nobody"
 
 
 @pytest.mark.parametrize("path", ["/v1/break", "/v1/leave"])
@@ -168,7 +168,7 @@ def test_a_failure_after_the_status_breaks_off_without_a_final_chunk(cloud: Loop
     headers = {"content-type": CHUNKED.request_type}
 
     def read() -> None:
-        with http.stream("POST", cloud.relay_url, content=sealed, headers=headers, timeout=10) as reply:
+        with http.stream("POST", cloud.relay_url, content=sealed, headers=headers, timeout=300) as reply:
             for data in reply.iter_raw():
                 opening.feed(data)
 

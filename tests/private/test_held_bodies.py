@@ -109,7 +109,7 @@ async def open_front(*, read: bool) -> AsyncIterator[Front]:
     """A front and four requests of 16 MiB, which wait for their answers and have all memory that there is for bodies."""
     front = Front(read=read)
     held = [asyncio.create_task(front.post(LARGE)) for _ in range(4)]
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(300):
         while len(front.pool.bodies) < 4 if read else len(front.pool.workers) < 4:
             await asyncio.sleep(0.01)
         try:
@@ -136,7 +136,9 @@ def test_copies_of_bodies_in_workers_have_a_ceiling_that_short_requests_pass() -
         async with open_front(read=True) as front:  # four of 16 MiB, of which each worker makes several copies
             more = [asyncio.create_task(front.post(LARGE)) for _ in range(8)]
             short = asyncio.create_task(front.post(WORKER_FREE_BYTES))
-            await asyncio.sleep(0.3)
+            async with asyncio.timeout(300):
+                while len(front.pool.bodies) + sum(task.done() for task in more) < 4 + 8 + 1:
+                    await asyncio.sleep(0.01)
             refused = [task.result() for task in more if task.done()]
             assert refused == [503] * len(refused)
             assert (4 + 8 - len(refused)) * LARGE * WORKER_COPIES <= WORKER_CEILING_BYTES
@@ -165,7 +167,7 @@ async def fill(front: Front, num_bytes: int) -> list[asyncio.Task[int]]:
 def test_large_bodies_leave_room_for_every_smaller_bucket() -> None:
     async def live() -> list[int]:
         front = Front(read=True)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(300):
             held = [await fill(front, bucket_bytes(size) + SEAL_BYTES) for size in (16 * MIB, 4 * MIB, MIB, 256 * 1024)]
             short = asyncio.create_task(front.post(bucket_bytes(64 * 1024) + SEAL_BYTES))
             await asyncio.sleep(0.05)

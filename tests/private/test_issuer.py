@@ -152,17 +152,17 @@ def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path
         first = process.stdout.readline()
         found = re.search(r"http://127\.0\.0\.1:\d+", first)
         assert found is not None, first
-        _, keys = decode_directory(httpx.get(found[0] + DIRECTORY_PATH, timeout=10).content)
+        _, keys = decode_directory(httpx.get(found[0] + DIRECTORY_PATH, timeout=300).content)
         pending = request_tokens(keys[0].encoded_key, CHALLENGE, 2)
         sent = {"authorization": f"Bearer {api_key}", "content-type": BATCH_REQUEST_TYPE}
-        reply = httpx.post(found[0] + "/token-request", content=pending.encode(), headers=sent, timeout=10)
+        reply = httpx.post(found[0] + "/token-request", content=pending.encode(), headers=sent, timeout=300)
         assert len(pending.finish(reply.content)) == 2
         process.send_signal(signal.SIGTERM)
-        rest, _ = process.communicate(timeout=20)
+        rest, _ = process.communicate(timeout=300)
     finally:
         process.kill()
     assert (process.returncode, rest) == (0, "")
-    shown = json.loads(subprocess.run([*verb, "--show-keys"], check=True, capture_output=True, timeout=30).stdout)
+    shown = json.loads(subprocess.run([*verb, "--show-keys"], check=True, capture_output=True, timeout=300).stdout)
     assert {entry["budget"] for entry in shown} == {77}
     assert {entry["taken_until"] for entry in shown} == {key.taken_until for key in keys}
     (tmp_path / "shown.json").write_text(json.dumps(shown))

@@ -24,7 +24,7 @@ def test_who_shows_one_of_the_secrets_is_known(value: bytes) -> None:
     [(), (b"",), (b"Bearer",), (b"Bearer " + b"a" * 31,), (b"Basic " + b"a" * 32,), (b"a" * 32,), (b"Bearer \xff\x00",),
      (b"Bearer " + b"a" * 32, b"Bearer " + b"a" * 32)],
 )  # fmt: skip
-def test_whoever_shows_none_is_told_which_scheme_is_asked_for(values: tuple[bytes, ...]) -> None:
+def test_who_shows_none_is_told_which_scheme_is_asked_for(values: tuple[bytes, ...]) -> None:
     with pytest.raises(ProblemError, match="relays only") as refused:
         check_peer(showing(*values), SECRETS, "This gateway takes requests of its relays only.")
     assert (refused.value.status, refused.value.fields) == (401, ((b"www-authenticate", b"Bearer"),))

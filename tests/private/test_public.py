@@ -1,4 +1,4 @@
-"""Files that are the same for whoever asks, and what is said when whoever has them is gone."""
+"""Files that are the same for all who ask, and what is said when the one who has them is gone."""
 
 from __future__ import annotations
 

@@ -279,7 +279,7 @@ def test_an_issuer_that_is_silent_ends_the_wait_at_the_relay() -> None:
 def test_a_purchase_that_does_not_arrive_ends_the_wait_at_the_issuer(market: Market, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(issuer_module, "BODY_S", 0.2)
     url = httpx.URL(market.cloud.issuer_url)
-    with socket.create_connection((url.host, url.port or 80), timeout=5) as connection:
+    with socket.create_connection((url.host, url.port or 80), timeout=300) as connection:
         head = f"POST /ohttp HTTP/1.1\r\nhost: issuer\r\ncontent-type: {REQUEST_TYPE}\r\ncontent-length: 8000\r\n\r\n"
         connection.sendall(head.encode() + b"x")
         assert connection.recv(4096).startswith(b"HTTP/1.1 504 ")

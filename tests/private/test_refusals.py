@@ -155,7 +155,7 @@ def test_a_replay_does_not_cost_a_second_token_and_a_forged_one_does_not_reach_t
     token = authorization(cloud.buy(1)[0])
     first, _, _ = cloud.seal(REQUEST, token=token)
     assert post(cloud, first).status_code == 200
-    assert post(cloud, first).status_code == 400, "a copy is not opened, whoever sends it"
+    assert post(cloud, first).status_code == 400, "a copy is not opened, from any sender"
     status, text, fields = refusal(cloud, token=token)
     assert (status, "spent" in text) == (401, True)
     assert fields[b"www-authenticate"].startswith(b"PrivateToken challenge=")

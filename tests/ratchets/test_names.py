@@ -1,4 +1,4 @@
-"""A public class has a name of its own, so that whoever reads it in a message or searches for it finds one."""
+"""A public class has a name of its own, so that who reads it in a message or searches for it finds one."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 """A scheduler loads the KV of a prompt while another one computes it: the answer is the same, little is left to load behind the
-first token, and whoever leaves, nothing is left on either side."""
+first token, and when one leaves, nothing is left on either side."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ def test_a_flood_of_short_requests_starves_no_long_one(policy):
     assert run.recorder.records[0].e2e_s < last_s / 2, "it ended with the flood only"
 
 
-def test_whoever_waits_rises_in_mlfq_after_a_multiple_of_the_quantum():
+def test_who_waits_rises_in_mlfq_after_a_multiple_of_the_quantum():
     flood = [Timed(0.1 + 0.05 * i, _request(f"s{i}", 8, 8)) for i in range(600)]  # more than the slot computes
     run = _run("mlfq", [Timed(0.0, _request("long", 64, 300)), *flood], slots=1)
     served_s = 0.011 * 300

@@ -30,5 +30,5 @@ def thinking(model_path: Path) -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="session")
 def client(speaking: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=speaking.url, timeout=20) as client:
+    with httpx.Client(base_url=speaking.url, timeout=300) as client:
         yield client

@@ -78,4 +78,4 @@ def issuing() -> Iterator[Issuer]:
     finally:
         server.shutdown()
         server.server_close()
-        thread.join(5)
+        thread.join(300)

@@ -50,14 +50,14 @@ class ScriptedEngine(EngineClient):
     """The client of an engine that plays a script: for each request a list of outputs, delays, or an error to raise.
 
     Attributes:
-        script: what happens to a request; a float is a pause in seconds, an Exception is raised.
+        script: what happens to a request; a float is a pause in seconds, an Event is waited for, an Exception is raised.
         taken: every request that was submitted.
         left: ids of requests whose iterator was closed before its end.
     """
 
     def __init__(
         self,
-        script: Callable[[Request], Sequence[SequenceOutput | float | Exception]],
+        script: Callable[[Request], Sequence[SequenceOutput | float | threading.Event | Exception]],
         good: bool = True,
         model: ModelInfo = INFO,
     ) -> None:
@@ -81,6 +81,9 @@ class ScriptedEngine(EngineClient):
                     raise item
                 if isinstance(item, float):
                     await asyncio.sleep(item)
+                elif isinstance(item, threading.Event):
+                    while not item.is_set():
+                        await asyncio.sleep(0.005)
                 else:
                     yield item
             complete = True
@@ -129,7 +132,7 @@ async def start_speaking(path: Path, speech: str = "Größe: 5 €. ") -> Engine
 
 async def start_slow(path: Path) -> EngineClient:
     """Starts a real engine whose steps take their time."""
-    core = make_replica(path, wrap=lambda runner: SteppedRunner(runner, step_s=0.02)).core
+    core = make_replica(path, wrap=lambda runner: SteppedRunner(runner, step_s=0.1)).core
     engine = EngineClient(ThreadTransport(core), make_config(path))
     await engine.start()
     return engine
@@ -176,12 +179,12 @@ def running(open_app: Callable[[], AbstractAsyncContextManager[ServerApp]], conf
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert started.wait(60)
+    assert started.wait(300)
     try:
         yield ready[0]
     finally:
         ready[0].uvicorn.should_exit = True
-        thread.join(60)
+        thread.join(300)
         assert not thread.is_alive(), "the server does not stop"
 
 
@@ -196,6 +199,7 @@ def serving(
 ) -> Iterator[RunningServer]:
     """Serves an engine while the block runs."""
     config = config or ServerConfig(port=0, drain_timeout_s=1.0)
+    options = {"prepare_timeout_s": 300.0, **options}  # a busy machine may read for longer than a server has time for
 
     @asynccontextmanager
     async def open_app() -> AsyncIterator[ServerApp]:

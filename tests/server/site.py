@@ -24,7 +24,7 @@ def run(path: Path, port: int, step_s: float, drain_s: float) -> int:
             raise ModelError("the model cannot be used; choose another one")
         if step_s > 1:
             print("loading", flush=True)
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         engine = EngineClient(
             ThreadTransport(make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s)).core), make_config(path)
         )

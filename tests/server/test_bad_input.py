@@ -305,7 +305,7 @@ def test_what_is_no_http_gets_an_error_in_json(speaking: RunningServer, head):
 def exchange(server: RunningServer, raw: bytes) -> bytes:
     """Sends bytes and reads until the server closes."""
     host, port = server.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=10) as connection:
+    with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(raw)
         connection.settimeout(10)
         parts = []

@@ -158,7 +158,9 @@ FIELDS = {
 
 
 @pytest.mark.parametrize("path", FIELDS)
-@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
 @given(st.data())
 def test_whatever_is_sent_gets_an_answer_or_a_400(client, path, data):
     fields = data.draw(

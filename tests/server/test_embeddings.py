@@ -67,7 +67,7 @@ def server(model_path, engine):
 
 @pytest.fixture(scope="module")
 def client(server):
-    with httpx.Client(base_url=server.url, timeout=20) as client:
+    with httpx.Client(base_url=server.url, timeout=300) as client:
         yield client
 
 
@@ -232,7 +232,7 @@ def test_tokens_that_are_pooled_count_for_their_key(model_path):
     credentials, operator = credentials.add("boss", is_operator=True)
     with (
         serving(model_path, lambda: start_pooling(model_path), gate=make_gate("team", credentials)) as server,
-        httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=20) as client,
+        httpx.Client(base_url=server.url, headers={"authorization": f"Bearer {key}"}, timeout=300) as client,
     ):
         assert len(embed(client, input=["four", "six or"])["data"]) == 2
         reply = client.post("/v1/score", json={"text_1": "a", "text_2": ["a", "b"]})

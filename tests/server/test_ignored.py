@@ -21,7 +21,7 @@ def strict(model_path: Path) -> Iterator[httpx.Client]:
     config = ServerConfig(port=0, drain_timeout_s=1.0, strict_fields=True)
     with (
         serving(model_path, lambda: start_speaking(model_path), config=config) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         yield client
 

@@ -296,7 +296,7 @@ def test_an_image_by_url_is_the_same_as_one_in_the_request(
             assert complete(server, messages).choices[0].message.content == expected
         source = {"type": "image", "source": {"type": "url", "url": url}}
         body = {"model": server.engine.model.name, "max_tokens": 4, "messages": [{"role": "user", "content": [source]}]}
-        assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=60).status_code == 200
+        assert httpx.post(f"{server.url}/v1/messages", json=body, timeout=300).status_code == 200
     assert SECRET not in caplog.text
 
 
@@ -306,7 +306,7 @@ def test_an_error_shows_nothing_of_a_url(server: RunningServer, site: Site, capl
         caplog.set_level(logging.DEBUG, "cloister")
         for url in (site.url(f"/{SECRET}"), site.url(f"/{SECRET}2"), f"http://localhost/{SECRET}", f"HTTPS://{SECRET}:x/"):
             body = {"messages": asks({"type": "image_url", "image_url": {"url": url}}), "max_tokens": 2}
-            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=60)
+            reply = httpx.post(f"{server.url}/v1/chat/completions", json=body, timeout=300)
             assert (reply.status_code, reply.json()["error"]["code"]) == (400, "invalid_image")
             assert SECRET not in reply.text
     assert SECRET not in caplog.text

@@ -229,7 +229,7 @@ def test_a_bad_image_is_refused_in_one_line(name: str, server: RunningServer, ca
         reply = httpx.post(
             f"{server.url}/v1/chat/completions",
             json={"messages": asks(part(PNG), {"type": "image_url", "image_url": {"url": url}}), "max_tokens": 2},
-            timeout=60,
+            timeout=300,
         )
     error = reply.json()["error"]
     assert (reply.status_code, error["code"], error["param"]) == (400, "invalid_image", "messages")
@@ -335,8 +335,8 @@ def test_a_process_that_dies_or_hangs_is_an_image_refused(monkeypatch: pytest.Mo
         decode_apart(PNG)
 
 
-def wait_for(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    end_s = time.monotonic() + timeout_s
+def wait_for(condition: Callable[[], bool]) -> None:
+    end_s = time.monotonic() + 300
     while not condition():
         assert time.monotonic() < end_s
         time.sleep(0.02)
@@ -352,11 +352,12 @@ def is_running(pid: int) -> bool:
 
 @pytest.fixture
 def slow_decoder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[int]]:
-    """Has no image decoded for a minute; returns what lists the processes that were started for it."""
+    """Has no image decoded for ten minutes; returns what lists the processes that were started for it."""
     script, log = tmp_path / "decoder", tmp_path / "pids"
-    script.write_text(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 60\n")
+    script.write_text(f"#!/bin/sh\necho $$ >> {log}\nexec sleep 600\n")
     script.chmod(0o755)
     monkeypatch.setattr(image_decoding.sys, "executable", str(script))
+    monkeypatch.setattr(image_decoding, "DEADLINE_S", 600.0)
     return lambda: [int(pid) for pid in log.read_text().split()] if log.exists() else []
 
 
@@ -391,7 +392,7 @@ def test_the_pixels_of_a_request_are_counted_while_it_is_read(reader: ImageReade
 
 def test_an_error_about_an_image_names_the_field_of_its_api(server: RunningServer) -> None:
     content = [{"type": "input_image", "image_url": url_of(b"x")}]
-    reply = httpx.post(f"{server.url}/v1/responses", json={"input": [{"role": "user", "content": content}]}, timeout=60)
+    reply = httpx.post(f"{server.url}/v1/responses", json={"input": [{"role": "user", "content": content}]}, timeout=300)
     assert reply.json()["error"]["param"] == "input"
     assert "`input`" in reply.json()["error"]["message"]
 
@@ -439,7 +440,7 @@ def test_a_template_without_a_place_for_images_is_told(reader: ImageReader) -> N
 def test_ollamas_chat_takes_images_and_says_so(server: RunningServer) -> None:
     message = {"role": "user", "content": "what is that?", "images": [base64.b64encode(PNG).decode()]}
     body = {"messages": [message], "stream": False, "options": {"temperature": 0, "num_predict": 8}}
-    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=60)
+    reply = httpx.post(f"{server.url}/api/chat", json=body, timeout=300)
     expected = complete(server, asks(part(PNG)))
     assert reply.json()["message"]["content"] == expected.choices[0].message.content
     shown = httpx.post(f"{server.url}/api/show", json={"model": server.engine.model.name})

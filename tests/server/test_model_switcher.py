@@ -105,7 +105,7 @@ def test_a_stream_of_requests_for_one_model_does_not_starve_another() -> None:
     run(scenario)
 
 
-def test_whoever_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
+def test_who_waits_too_long_is_told_so_and_leaves_no_trace() -> None:
     async def scenario() -> None:
         shelf = Shelf()
         switcher = ModelSwitcher(shelf.open, 0.02)

@@ -14,7 +14,7 @@ def client(model_path):
     config = ServerConfig(port=0, served_model_name="server, org/alias")
     with (
         serving(model_path, lambda: start_speaking(model_path), config=config) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         yield client
 

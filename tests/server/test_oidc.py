@@ -80,7 +80,7 @@ def api_key_and_client(model_path: Path, issuer: Issuer) -> Iterator[tuple[str, 
     gate = gate_of(issuer, credentials, roles_claim="realm_access.roles", required_role="chat", operator_role="boss")
     with (
         serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         yield key, client
 

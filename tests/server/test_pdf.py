@@ -25,7 +25,7 @@ needs_pypdf = pytest.mark.skipif(reading.find_spec("pypdf") is None, reason="pip
 
 
 def send(url: str, data: bytes) -> httpx.Response:
-    return httpx.post(url + PATH, files={"file": ("paper.pdf", data)}, timeout=60)
+    return httpx.post(url + PATH, files={"file": ("paper.pdf", data)}, timeout=300)
 
 
 def read(data: bytes, limits: PdfLimits) -> PdfAnswer:

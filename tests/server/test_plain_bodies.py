@@ -49,7 +49,7 @@ def test_one_quick_reading_in_a_turn_is_done_on_the_loop_and_the_others_in_threa
         later = [await threads.run("t", 10, threading.get_ident, is_quick=quick) for quick in (True, True, False)]
         return [each == own for each in on_loop], [each == own for each in later]
 
-    at_once, later = asyncio.run(asyncio.wait_for(main(), 60))
+    at_once, later = asyncio.run(asyncio.wait_for(main(), 300))
     assert at_once == [True, False, False, False]
     assert later == [True, False, False], "the second one has come in the same turn"
 
@@ -70,7 +70,7 @@ def test_a_quick_reading_that_fails_gives_its_slot_back() -> None:
 def test_quick_readings_wait_for_their_turn_as_all_others_do() -> None:
     async def main() -> bool:
         threads, go_on = ReadingThreads(ReadingQueue(1)), threading.Event()
-        held = asyncio.create_task(threads.run("a", 10, lambda: go_on.wait(60)))
+        held = asyncio.create_task(threads.run("a", 10, lambda: go_on.wait(300)))
         await asyncio.sleep(0)
         quick = asyncio.create_task(threads.run("b", 10, lambda: None, is_quick=True))
         for _ in range(5):
@@ -80,4 +80,4 @@ def test_quick_readings_wait_for_their_turn_as_all_others_do() -> None:
         await asyncio.gather(held, quick)
         return waited
 
-    assert asyncio.run(asyncio.wait_for(main(), 60))
+    assert asyncio.run(asyncio.wait_for(main(), 300))

@@ -20,7 +20,7 @@ from cloister.types.errors import QueueFullError
 from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, says, serving_script
 from tests.server.test_bad_input import check_error
 
-DEADLINE_S = 30.0
+DEADLINE_S = 300.0
 
 
 class Readers:

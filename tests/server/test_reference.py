@@ -274,7 +274,7 @@ def test_who_asks_for_keys_says_so_and_shows_the_reference_without_one(model_pat
     gate = make_gate("team", credentials)
     with (
         serving(model_path, lambda: start_speaking(model_path), gate=gate) as server,
-        httpx.Client(base_url=server.url, timeout=20) as client,
+        httpx.Client(base_url=server.url, timeout=300) as client,
     ):
         document = client.get("/openapi.json").json()
         assert client.get("/docs").status_code == 200

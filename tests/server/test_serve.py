@@ -54,11 +54,11 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "ignore_eos": True, **self._fields}
-        self.reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=60)
+        self.reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=300)
 
 
 def wait_until_running(url: str) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 300
     while "cloister_num_requests_running 1.0" not in httpx.get(f"{url}/metrics").text:
         assert time.monotonic() < deadline
         time.sleep(0.02)
@@ -66,13 +66,13 @@ def wait_until_running(url: str) -> None:
 
 @pytest.mark.parametrize("number", thin([signal.SIGTERM, signal.SIGINT], 1))
 def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number):
-    with process(model_path) as running:
+    with process(model_path, step_s=0.04, drain_s=120) as running:
         url = url_of(running)
         asking = Asking(url)
         wait_until_running(url)
         running.send_signal(number)
-        assert running.wait(60) == 0
-        asking.join(60)
+        assert running.wait(300) == 0
+        asking.join(300)
         assert asking.reply.status_code == 200
         assert asking.reply.json()["usage"]["completion_tokens"] == 100
         with pytest.raises(httpx.ConnectError):
@@ -87,8 +87,8 @@ def test_what_does_not_end_in_time_is_ended_with_a_reply(model_path, stream):
         asking = Asking(url, stream=stream)
         wait_until_running(url)
         running.terminate()
-        assert running.wait(60) == 0
-        asking.join(60)
+        assert running.wait(300) == 0
+        asking.join(300)
         if stream:
             assert '"type":"server_error"' in asking.reply.text
             assert asking.reply.text.endswith("data: [DONE]\n\n")
@@ -102,7 +102,7 @@ def test_a_start_that_fails_after_the_signal_to_stop_leaves_no_traceback():
 
     async def start():
         try:
-            await asyncio.sleep(60)
+            await asyncio.sleep(3600)
         except asyncio.CancelledError:
             raise EngineError("too late") from None
 
@@ -124,13 +124,13 @@ def test_a_server_that_is_still_loading_goes_on_after_a_signal_to_read_again_and
         with pytest.raises(subprocess.TimeoutExpired):
             running.wait(0.5)
         running.terminate()
-        assert running.wait(60) == 0
+        assert running.wait(300) == 0
         assert running.stdout.read() == ""
 
 
 def test_an_engine_that_cannot_start_ends_the_server_with_its_reason(model_path):
     with process(model_path, step_s=-1) as running:
-        assert running.wait(60) == 3
+        assert running.wait(300) == 3
         assert running.stdout.read() == "ModelError: the model cannot be used; choose another one\n"
 
 

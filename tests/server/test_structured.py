@@ -49,7 +49,7 @@ def server() -> Iterator[RunningServer]:
 
 @pytest.fixture(scope="module")
 def client(server: RunningServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=30) as client:
+    with httpx.Client(base_url=server.url, timeout=300) as client:
         yield client
 
 
@@ -171,7 +171,7 @@ def test_many_forms_at_once_do_not_disturb_each_other(server):
     import concurrent.futures
 
     def one(number: int) -> bool:
-        with httpx.Client(base_url=server.url, timeout=60) as client:
+        with httpx.Client(base_url=server.url, timeout=300) as client:
             (text,) = ask(client, guided_regex=f"{number}-[a-z]{{5}}")
             return re.fullmatch(f"{number}-[a-z]{{5}}", text) is not None
 

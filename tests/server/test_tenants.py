@@ -126,7 +126,7 @@ def spend(figures: TenantFigures, request_id: str, tenant: str, num_tokens: int)
     figures.end(request_id)
 
 
-def test_whoever_uses_most_does_not_hide_behind_a_crowd_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_uses_most_does_not_hide_behind_a_crowd_of_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tenants, "MAX_TENANTS", 4)
     figures = TenantFigures()
     spend(figures, "early", "ann", 100)

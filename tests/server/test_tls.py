@@ -94,7 +94,7 @@ def can_connect(url: str, context: ssl.SSLContext, version: ssl.TLSVersion) -> b
     host, port = url.removeprefix("https://").split(":")
     try:
         with (
-            socket.create_connection((host, int(port)), timeout=5) as connection,
+            socket.create_connection((host, int(port)), timeout=300) as connection,
             context.wrap_socket(connection, server_hostname="localhost") as wrapped,
         ):
             return wrapped.version() is not None
@@ -116,7 +116,7 @@ def test_what_is_no_http_is_answered_over_tls_too(model_path, tmp_path):
     with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(certfile, keyfile)) as server:
         host, port = server.url.removeprefix("https://").split(":")
         with (
-            socket.create_connection((host, int(port)), timeout=5) as connection,
+            socket.create_connection((host, int(port)), timeout=300) as connection,
             trusting(certfile).wrap_socket(connection, server_hostname="localhost") as wrapped,
         ):
             wrapped.sendall(b"nonsense\r\n\r\n")

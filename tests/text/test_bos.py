@@ -1,4 +1,4 @@
-"""One BOS, whoever writes it: the chat template, the user, or the tokenizer; for each form that a tokenizer comes in."""
+"""One BOS, also where template, user and tokenizer all write it; for each form that a tokenizer comes in."""
 
 from pathlib import Path
 

@@ -361,7 +361,7 @@ def test_hostile_schemas_end_soon(compiler, schema):
             return
 
 
-@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(60), suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(number=st.floats(allow_nan=False, allow_infinity=False) | st.integers(-(2**70), 2**70))
 @example(1.9999999998835847)  # the library reads 1.999999999883585
 @example(10**30)

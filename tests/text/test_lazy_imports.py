@@ -18,4 +18,4 @@ def test_every_exported_name_is_there():
 
 def test_stop_strings_load_no_heavy_library():
     code = "import sys; from cloister.text import StopStrings; sys.exit(bool({'tokenizers', 'jinja2'} & sys.modules.keys()))"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], timeout=300, check=False).returncode == 0

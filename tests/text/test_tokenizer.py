@@ -34,14 +34,17 @@ def test_ids_are_those_of_the_library(tokenizer):
 def test_a_long_text_leaves_time_to_other_threads(mark):
     tokenizer = Tokenizer(locate("cloister-5m"))
     tokenizer.encode(MARK)
+    shares = []
     with ThreadPoolExecutor(1) as pool:
-        turns_s = [time.perf_counter()]
-        work = pool.submit(tokenizer.encode, "a" * 1_000_000 + mark)
-        while not work.done():
-            time.sleep(0.001)
-            turns_s.append(time.perf_counter())
-    assert len(work.result()) > 100_000
-    assert max(later - earlier for earlier, later in pairwise(turns_s)) < (turns_s[-1] - turns_s[0]) / 2
+        while not shares or min(shares) >= 0.5:  # a busy machine may hold this thread up as well
+            assert len(shares) < 10, f"the longest turn took these shares of all of the time: {shares}"
+            turns_s = [time.perf_counter()]
+            work = pool.submit(tokenizer.encode, "a" * 1_000_000 + mark)
+            while not work.done():
+                time.sleep(0.001)
+                turns_s.append(time.perf_counter())
+            assert len(work.result()) > 100_000
+            shares.append(max(later - earlier for earlier, later in pairwise(turns_s)) / (turns_s[-1] - turns_s[0]))
 
 
 def test_words_of_users_are_not_kept():

@@ -142,7 +142,7 @@ def test_what_cannot_be_trained_on_is_one_line_that_says_what_to_do(
 
 
 @pytest.mark.parametrize("keeps", [False, True])
-def test_whoever_stops_it_is_told_what_is_kept(
+def test_who_stops_it_is_told_what_is_kept(
     capsys: pytest.CaptureFixture[str], model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, keeps: bool
 ) -> None:
     def stop(*_: object) -> None:

@@ -2,7 +2,7 @@
 no clock, no arrays.
 
 An engine lends three quarters of its slots, the last ones, and takes them back when it has no other slot for a block of its
-own: it asks nobody, and waits for nobody. Whoever had them finds that its blocks do not open, and computes them.
+own: it asks nobody, and waits for nobody. The engine that had them finds that its blocks do not open, and computes them.
 """
 
 from __future__ import annotations

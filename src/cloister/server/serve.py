@@ -27,6 +27,11 @@ from cloister.types.errors import ConfigError
 
 LAST_WORDS_S: Final = 5.0
 """Grace period for the last bytes to reach clients, after the engine has ended every request."""
+KEEP_ALIVE_S: Final = 15
+"""How long an unused connection stays open: longer than the 5 s of httpx, which OpenAI's SDK uses.
+
+A request that crosses the end of its connection fails.
+"""
 FAULT_POLL_S: Final = 0.5
 RESERVED_FILES: Final = 256
 """File descriptors in addition to those of connections: the model's files, sockets to the engine, refused connections."""
@@ -80,6 +85,7 @@ class Server(PacedServer):
                 server_header=False,
                 proxy_headers=False,
                 backlog=ACCEPTS_AT_ONCE,
+                timeout_keep_alive=KEEP_ALIVE_S,
                 timeout_graceful_shutdown=math.ceil(config.drain_timeout_s + 2 * LAST_WORDS_S),
             )
         )

@@ -84,7 +84,7 @@ class Slow(NodeBook):
 
     async def find(self, node_id: str) -> str | None:
         if is_victim():
-            await asyncio.sleep(0.3)  # more than what a busy machine adds to others
+            await asyncio.sleep(0.3)
         return await super().find(node_id)
 
 

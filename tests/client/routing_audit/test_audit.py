@@ -5,7 +5,10 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from collections.abc import Callable, Coroutine
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -20,6 +23,7 @@ from cloister.client.routing_audit.hypotheses import compare_times, rank_sum
 from cloister.client.token_purchase import BATCH
 from cloister.trust.attestation import AttestationPolicy
 from cloister.trust.transparency.trust import encode_trust
+from tests import virtual_time
 from tests.client.routing_audit.operators import NODES, OPERATORS, Operator
 from tests.rsa_keys import shared_keys
 from tests.sealed_cloud import LoopbackCloud
@@ -46,6 +50,19 @@ class Named(httpx.AsyncBaseTransport):
         return await self._inner.handle_async_request(request)
 
 
+def run_virtually(work: Coroutine[Any, Any, Audit]) -> Audit:
+    """Answers take what operators have them take, and nothing of what else the machine does."""
+
+    async def call(function: Callable[..., Any], *values: Any) -> Any:
+        return function(*values)
+
+    with pytest.MonkeyPatch.context() as patch:
+        clock = SimpleNamespace(monotonic=lambda: asyncio.get_running_loop().time())
+        patch.setattr("cloister.client.routing_audit.audit.time", clock)
+        patch.setattr(asyncio, "to_thread", call)
+        return virtual_time.run(work)
+
+
 def audit(directory: Path, operator: Operator, requests: int, users: int = 3, limits: Limits | None = None) -> Audit:
     cloud = SealedCloud(directory, operator.make_book, config=CloudConfig(make_key=shared_keys()))
 
@@ -65,7 +82,7 @@ def audit(directory: Path, operator: Operator, requests: int, users: int = 3, li
         return await Auditor(people, random.Random(7)).run(requests)
 
     try:
-        return asyncio.run(run())
+        return run_virtually(run())
     finally:
         cloud.close()
 

@@ -47,7 +47,7 @@ def test_requests_that_are_held_back_are_found(tmp_path: Path) -> None:
     assert verdict.worst[0][0].user == "user-1"
 
 
-def test_whoever_holds_everything_back_gets_no_more_than_the_bound(tmp_path: Path) -> None:
+def test_who_holds_everything_back_gets_no_more_than_the_bound(tmp_path: Path) -> None:
     log = run(tmp_path, Attack.DROP, Size(users=2, requests=60), plan=SMALL[:1])
     victims = [sent for sent in log.sent if sent.user == "user-1"]
     assert all(set(sent.opened) <= {CAPTURED} for sent in victims)

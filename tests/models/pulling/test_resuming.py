@@ -18,7 +18,7 @@ from cloister.models.pulling.pull import pull
 from cloister.types.errors import ModelError
 from tests.package_index import Index, sha256
 
-WAIT_S = 20.0
+WAIT_S = 300.0
 CUT = 3000
 
 

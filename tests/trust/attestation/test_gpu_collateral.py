@@ -163,7 +163,7 @@ def test_what_the_maker_revoked_is_refused_by_every_profile(who: str):
 
 
 def test_a_revoked_chip_that_signs_reports_itself_is_refused():
-    """The key of a chip makes the certificates of its firmware; whoever has it can leave those out."""
+    """The key of a chip makes the certificates of its firmware; who has it can leave those out."""
     data = MAKER.report(gpu_nonce(report_data(STATEMENT)), MAKER.gpu)
     answer = MAKER.identity.answer(MAKER.gpu.certificate, NOW - 3600, status=ocsp.OCSPCertStatus.REVOKED)
     statuses = MAKER.statuses(NOW - 3600) + encode_statuses([answer], [])

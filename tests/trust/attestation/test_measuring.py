@@ -33,7 +33,7 @@ sys.stdout.buffer.write(encode_manifest(measure_code()))
 
 
 def measure_elsewhere(folder: Path) -> dict[str, str]:
-    run = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, check=True, timeout=60)
+    run = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, check=True, timeout=300)
     return read_manifest(run.stdout)
 
 

@@ -25,7 +25,7 @@ def attester(boot: AttesterBoot) -> Iterator[tuple[RemoteAttester, subprocess.Po
             far.close()
             yield RemoteAttester(near, boot), process
             near.close()
-            assert process.wait(20) == 0
+            assert process.wait(300) == 0
 
 
 def test_a_statement_comes_back_as_evidence():

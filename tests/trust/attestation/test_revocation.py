@@ -1,4 +1,4 @@
-"""Stapled OCSP responses and CRLs: believed from whoever may say it, while they are fresh, and never instead of another's."""
+"""Stapled OCSP responses and CRLs: believed from those who may say it, while they are fresh, and never instead of another's."""
 
 from __future__ import annotations
 

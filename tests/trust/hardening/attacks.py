@@ -23,7 +23,7 @@ from cloister.trust.hardening import kernel
 from cloister.trust.hardening.kernel import INTERFACES
 
 NUMBERS = INTERFACES[kernel.machine()].numbers
-TOOL_TIMEOUT_S = 60
+TOOL_TIMEOUT_S = 300
 PTRACE_PEEKDATA, PTRACE_ATTACH, PTRACE_DETACH, PTRACE_SEIZE = 2, 16, 17, 0x4206
 WALL = 0x40000000
 KCMP_VM = 1

@@ -18,7 +18,7 @@ from cloister.trust.hardening import kernel, probe
 HERE = Path(__file__).parent
 DROPPED = {"SYS_MODULE": 16, "SYS_RAWIO": 17, "SYS_PTRACE": 19, "SYS_ADMIN": 21, "PERFMON": 38, "BPF": 39}
 """Capabilities that root in an ordinary container does not have, by their numbers (include/uapi/linux/capability.h)."""
-DEADLINE_S = 60.0
+DEADLINE_S = 300.0
 
 
 def launcher(script: str, *arguments: object, profile: str = "private", options: Sequence[str] = ()) -> list[str]:

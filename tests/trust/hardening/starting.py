@@ -10,7 +10,7 @@ from pathlib import Path
 from cloister.trust.hardening import HardeningError, sealed
 from cloister.trust.hardening.starter import Child, Starter
 
-PATIENCE_S = 30.0
+PATIENCE_S = 300.0
 
 
 def main() -> None:

@@ -53,7 +53,7 @@ class Node:
 
     def end(self) -> str:
         """Returns what it wrote to standard error."""
-        return self._process.communicate(timeout=60)[1]
+        return self._process.communicate(timeout=300)[1]
 
 
 @pytest.fixture

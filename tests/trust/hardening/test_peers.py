@@ -22,7 +22,7 @@ pytestmark = needs_measures
 
 KEYS_PATH = "/.well-known/ohttp-gateway"
 KEYS = b"keys of a gateway"
-TIMEOUT_S = 60.0
+TIMEOUT_S = 300.0
 
 
 class Gateway(BaseHTTPRequestHandler):

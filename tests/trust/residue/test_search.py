@@ -141,10 +141,10 @@ def test_a_process_that_cannot_be_read_is_a_gap() -> None:
 
 
 FORK_THREE = """
-import os, time
+import os
 for _ in range(3):
     if os.fork() == 0:
-        time.sleep(0.2)
+        os.read(0, 1)
         os._exit(0)
     os.wait()
 print("done", flush=True)
@@ -154,11 +154,19 @@ while True:
 
 
 def test_children_that_come_and_go_are_listed_and_what_is_frozen_stands_still() -> None:
-    root = subprocess.Popen([sys.executable, "-c", FORK_THREE], stdout=subprocess.PIPE)
+    root = subprocess.Popen([sys.executable, "-c", FORK_THREE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     stat = Path(f"/proc/{root.pid}/stat")
     try:
         with ProcessTree([root.pid]) as family:
+            assert root.stdin is not None
             assert root.stdout is not None
+            for number in range(3):
+                give_up_s = time.monotonic() + 300
+                while len(family.seen) < 2 + number:
+                    assert time.monotonic() < give_up_s
+                    time.sleep(0.01)
+                root.stdin.write(b"e")
+                root.stdin.flush()
             root.stdout.readline()
             assert len(family.ended()) == 3
             with family.frozen() as processes:

@@ -1,4 +1,4 @@
-"""Messages sealed in chunks, and everything that whoever carries them could do to them."""
+"""Messages sealed in chunks, and everything that those who carry them could do to them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An answer in frames says the same to its reader, and less to whoever watches."""
+"""An answer in frames says the same to its reader, and less to those who watch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Taking tokens: each once, by whoever comes first, and nothing that an issuer did not sign for this gateway."""
+"""Taking tokens: each once, by the first who comes, and nothing that an issuer did not sign for this gateway."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def test_one_of_32_threads_wins_each_token(service: TokenService) -> None:
     barrier = Barrier(32)
 
     def spend_all(_: int) -> list[Token]:
-        barrier.wait(timeout=30)
+        barrier.wait(timeout=300)
         won = []
         for token in tokens:
             try:

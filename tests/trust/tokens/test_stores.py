@@ -61,7 +61,7 @@ def place(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
         programs = find_postgres()
         if programs is None:
             pytest.skip("PostgreSQL is not installed (Debian: apt-get install postgresql)")
-        server = PostgresServer(directory / "server", programs)
+        server = PostgresServer(programs)
     else:
         if shutil.which("redis-server") is None:
             pytest.skip("Redis is not installed (Debian: apt-get install redis-server)")
@@ -117,9 +117,9 @@ def test_two_processes_share_and_a_kill_forgets_nothing(place: Place, store: Spe
     first, second = start_spender(place.url, 1_000_000), start_spender(place.url, 100)
     go(first)
     go(second)
-    by_second, _ = second.communicate(timeout=60)
+    by_second, _ = second.communicate(timeout=300)
     first.kill()
-    by_first, _ = first.communicate(timeout=60)
+    by_first, _ = first.communicate(timeout=300)
     # The last line may be cut; a token that was taken and not told of is lost, and never spent twice.
     told = [int(line) for text in (by_first, by_second) for line in text.splitlines(keepends=True) if line.endswith("\n")]
     assert len(set(told)) == len(told)

@@ -44,7 +44,7 @@ def replay(world: World) -> list[Remark]:
 
 @pytest.mark.parametrize("has_own_keys", [False, True])
 def test_a_gateway_that_logs_old_epochs_between_real_ones_is_as_fast_as_it_is(world: World, has_own_keys: bool) -> None:
-    """Each real epoch has keys of its own, so that it tells apart whoever it is handed to."""
+    """Each real epoch has keys of its own, so that it tells apart those it is handed to."""
     bundle = world.publish().bundle
     gateway = parse_bundle(bundle).epoch.gateway
     view = take(world, bundle, View())

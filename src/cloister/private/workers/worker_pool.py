@@ -31,7 +31,7 @@ from cloister.types.processes import OVERWRITING
 
 ZYGOTE_MODULE: Final = "cloister.private.workers.zygote"
 KEY_SERVICE_MODULE: Final = "cloister.private.workers.key_service"
-START_TIMEOUT_S: Final = 60.0
+START_TIMEOUT_S: Final = 600.0
 FORK_TIMEOUT_S: Final = 10.0
 _LIMIT_BYTES: Final = 2**20
 _BUFFER_BYTES: Final = 1 << 20

@@ -167,7 +167,7 @@ class Page {
     this.board.open(isBoard);
   }
 
-  /** Whoever changes the view goes on in it. */
+  /** A user who changes the view goes on in it. */
   focusView() {
     if (location.hash === "#board") byId("board-view").focus();
     else this.chat.focus();

@@ -1,7 +1,7 @@
 // Attention over the paged cache with an online softmax (Milakov and Gimelshein 2018; Dao et al. 2022), split at absolute
 // positions: split s holds the keys [256 s, 256 (s + 1)). The result of one split depends on nothing but its keys and the query;
-// results are joined in the order of splits. Whoever computes a split, and beside whom, changes no bit: so sequences that share blocks
-// of a prefix have its splits computed once for all of their rows.
+// results are joined in the order of splits. Which thread computes a split, beside which others, changes no bit: so sequences that share
+// blocks of a prefix have its splits computed once for all of their rows.
 //
 // A block of the cache holds for each KV head, with D the padded head dimension and B the block size:
 //   float32   K [D][B], V [B][D]
