@@ -80,7 +80,7 @@ cloister keys add you --file api-keys.json > api-key 2>/dev/null
 cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key --show-keys > issuer-keys.json
 run issuer cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key \
   --api-keys api-keys.json --port $((port + 3))
-head -c 32 /dev/urandom | base64 > relay.secret
+(umask 077; head -c 32 /dev/urandom | base64 > relay.secret)
 nodes=()
 for n in 4 5; do
   run "node$n" cloister serve --sealed --attester software --model "$model" --release release --log-checkpoint log/checkpoint \

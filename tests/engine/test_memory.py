@@ -25,6 +25,7 @@ def budget(
     max_num_seqs: int = 64,
     kv_memory_mb: float | None = None,
     whole_bytes: int | None = None,
+    follows_settings: bool = False,
 ) -> MemoryBudget:
     return budget_memory(
         NEED,
@@ -34,6 +35,7 @@ def budget(
         max_num_seqs=max_num_seqs,
         kv_memory_mb=kv_memory_mb,
         whole_bytes=whole_bytes,
+        follows_settings=follows_settings,
     )
 
 
@@ -78,6 +80,22 @@ def test_a_small_machine_keeps_half_of_what_is_left_free() -> None:
 
 def test_one_sequence_of_full_length_always_fits() -> None:
     assert budget(600).num_blocks == 8192 // 16
+
+
+def test_a_kv_cache_that_must_follow_from_the_settings_is_never_cut_to_the_memory_of_a_machine() -> None:
+    assert budget(10**6, follows_settings=True).num_blocks == budget(10**6).num_blocks
+    with pytest.raises(MemoryBudgetError, match="as large on every machine of its release") as refusal:
+        budget(4096, follows_settings=True)
+    fits = figure(r"--kv-memory-mb (\d+)", refusal)
+    assert budget(4096, follows_settings=True, kv_memory_mb=fits).num_blocks == fits * 4
+    most = figure(r"--max-num-seqs (\d+) or less", refusal)
+    assert budget(4096, follows_settings=True, max_num_seqs=most).num_blocks == most * 8192 // 16
+
+
+def test_where_one_sequence_is_too_long_for_it_only_a_shorter_one_is_advised() -> None:
+    with pytest.raises(MemoryBudgetError, match=r"left; a smaller --max-model-len, here") as refusal:
+        budget(600, follows_settings=True)
+    assert "kv-memory-mb" not in str(refusal.value)
 
 
 def test_a_given_size_is_taken_as_it_is() -> None:

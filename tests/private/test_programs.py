@@ -88,15 +88,20 @@ def issuer_key(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
     return {"url": ISSUER, "token_key": encoded, "not_before": 0, "taken_until": 2**33, "budget": 1}
 
 
+def write_secret(path: Path, text: str) -> None:
+    path.touch(mode=0o600)
+    path.write_text(text)
+
+
 def test_relay_and_gateway_carry_a_request_and_end_when_told(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     write_key(tmp_path / "issuer.key", PrivateKey.generate("issuer.example", Kind.NOTE))
     shelf = ["--state", str(tmp_path / "issuer"), "--key", str(tmp_path / "issuer.key")]
     with pytest.raises(SystemExit, match="0"):
         main(["issuer", "--url", ISSUER, *shelf, "--show-keys"])
     (tmp_path / "issuer.json").write_text(capfd.readouterr().out)
-    (tmp_path / "relay.secret").write_text(f"# this relay's\n{RELAY_SECRET}\n")
-    (tmp_path / "relays").write_text(f"{'a' * 32}\n{RELAY_SECRET}\n")
-    (tmp_path / "gateway.secret").write_text(NODE_SECRET)
+    write_secret(tmp_path / "relay.secret", f"# this relay's\n{RELAY_SECRET}\n")
+    write_secret(tmp_path / "relays", f"{'a' * 32}\n{RELAY_SECRET}\n")
+    write_secret(tmp_path / "gateway.secret", NODE_SECRET)
     receiver = Receiver(KeyRing(time.monotonic()), ReplayCache(NODE_KEY_LIFE_S))
     record = Recorder(node_app(Inner(), NodeConfig(gateway_secret=NODE_SECRET), LocalUnsealer(receiver), Lifespan(None)))
     with (
@@ -138,7 +143,7 @@ def test_a_gateway_with_a_log_publishes_an_epoch_that_clients_believe(tmp_path: 
     write_key(tmp_path / "log.key", world.log_key)
     (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
     (tmp_path / "issuer.json").write_text(json.dumps([issuer_key]))
-    (tmp_path / "relays").write_text(RELAY_SECRET)
+    write_secret(tmp_path / "relays", RELAY_SECRET)
     with ExitStack() as stack:
         witnesses = [f"{w.key.name}={stack.enter_context(serve(witness_app(w)))}" for w in world.witnesses[:2]]
         node_url = stack.enter_context(serve(place.app))
@@ -225,6 +230,8 @@ RELAY_OPTIONS = {"--gateway": "http://127.0.0.1:1", "--secret-file": "good.secre
         ("relay", {"--secret-file": "missing"}, "openssl rand -hex 32"),
         ("relay", {"--secret-file": "short.secret"}, "of 32 characters or more"),
         ("relay", {"--secret-file": "two.secret"}, "must have one secret"),
+        ("relay", {"--secret-file": "open.secret"}, "other users can open open.secret, which has a secret; close it with"),
+        ("gateway", {"--node-secret": "open.secret"}, "close it with: chmod 600 open.secret"),
         ("relay", {"--tls-cert": "cert.pem"}, "go together"),
         ("relay", {"--gateway-ca": "good.secret"}, "no certificates in PEM"),
         ("gateway", {"--node": "file:///etc/passwd"}, "must be a URL such as https://"),
@@ -253,12 +260,14 @@ def test_what_cannot_work_is_said_at_the_start(
         "good.secret": "x" * 32,
         "short.secret": "x" * 31,
         "two.secret": "x" * 32 + "\n" + "y" * 32,
+        "open.secret": "x" * 32,
         "keys.json": json.dumps([issuer_key]),
         "none.json": "[]",
         "broken.json": json.dumps([{**issuer_key, "token_key": "AAAA"}]),
         "trust.json": encode_trust(trust_of_somebody).decode(),
     }.items():
-        (tmp_path / name).write_text(content)
+        write_secret(tmp_path / name, content)
+    (tmp_path / "open.secret").chmod(0o640)
     options = {**(RELAY_OPTIONS if program == "relay" else GATEWAY_OPTIONS), **changed}
     with pytest.raises(SystemExit) as left:
         main([program, *(word for option in options.items() for word in option)])

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
 
 import httpx
 import msgspec
@@ -13,11 +15,15 @@ import pytest
 from cloister.launch import resolve_settings
 from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import create_app
-from cloister.server.responses.keeping import LIFETIME_S, ResponseStore, read_body
+from cloister.server.errors import OverloadedError
+from cloister.server.load_shedding import BodyBudget
+from cloister.server.reading_queue import LONG_BYTES
+from cloister.server.responses.keeping import ENTRY_BYTES, LIFETIME_S, ResponseStore, read_body
 from cloister.server.serve import ServerApp
+from cloister.server.state import ServerState, open_reading_threads
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
-from cloister.types.errors import NotFoundError, PolicyError
+from cloister.types.errors import InvalidRequestError, NotFoundError, PolicyError
 from tests.server.running_server import INFO, MODEL, ScriptedEngine, make_gate, running, says
 
 ROOMY = msgspec.structs.replace(INFO, max_model_len=4096)
@@ -202,11 +208,71 @@ def test_what_has_had_its_time_is_gone_though_nobody_asks_for_anything(monkeypat
 
 
 def test_who_fills_the_store_loses_their_own():
-    store = ResponseStore(most_bytes=4000)
+    store = ResponseStore(most_bytes=4000 + 3 * ENTRY_BYTES)
     put(store, b"bob", "a")
     for name in ("b", "c", "d"):
         put(store, b"ann", name, 1500)
     assert names(store, b"bob") == ["a"]
     assert names(store, b"ann") == ["c", "d"]
-    put(store, b"ann", "a2", 5000)
+    put(store, b"ann", "a2", 5000 + 3 * ENTRY_BYTES)
     assert names(store, b"ann") == ["c", "d"]
+
+
+def test_very_many_short_entries_take_no_more_memory_than_a_few_long_ones():
+    store = ResponseStore(most_bytes=100 * 1024)
+    put(store, b"bob", "a")
+    for number in range(5000):
+        store.put(f"schema-{number}", b"ann", b"{}")
+    assert len(store._kept) <= 100
+    assert names(store, b"bob") == ["a"]
+    store.forget(b"ann", "schema-")
+    assert list(store._kept) == ["a"]
+    assert store._num_bytes == sum(kept.num_bytes for kept in store._kept.values())
+
+
+def test_of_a_conversation_only_what_prompts_have_is_kept():
+    store = ResponseStore()
+    part = '{"type": "output_text", "text": "hi", "logprobs": [1, 2, 3]}'
+    raw = (
+        f'{{"input": [{{"role": "assistant", "content": [{part}]}}, {{"type": "reasoning", "encrypted_content": "zanzibar"}}]}}'
+    )
+    body = read_body(raw.encode(), store, b"ann")
+    written = {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "ok", "logprobs": [4, 5]}]}
+    store.keep(b"ann", body, {"id": "a", "output": [written]})
+    kept = store.find(b"ann", "a")
+    assert b"hi" in kept.items
+    assert b"ok" in kept.items
+    assert b"logprobs" not in kept.items
+    assert b"zanzibar" not in kept.items
+    assert b"logprobs" in kept.response, "what was answered is kept as it was"
+
+
+def test_a_conversation_that_grew_longer_than_a_request_may_be_is_not_continued():
+    store = ResponseStore(most_continued_bytes=2048)
+    put(store, b"ann", "a", 3000)
+    with pytest.raises(InvalidRequestError, match="longer than 2 KiB; begin a new one"):
+        read_body(b'{"input": "more", "previous_response_id": "a"}', store, b"ann")
+
+
+def test_a_short_body_that_continues_a_long_conversation_waits_with_the_long_ones_and_is_charged_its_memory():
+    store, threads = ResponseStore(), open_reading_threads(2)
+    put(store, b"ann", "a", 300_000)
+    budget = BodyBudget(1 << 20)
+    charge = budget.open("network")
+    state = replace(ServerState(None, None, None, None, threads=threads, num_body_bytes=50), body_charge=charge)
+    entered = []
+    enter = threads._queue.enter
+    threads._queue.enter = lambda tenant, num_bytes: entered.append(num_bytes) or enter(tenant, num_bytes)
+
+    def read():
+        return read_body(b'{"input": "more", "previous_response_id": "a"}', store, b"ann")
+
+    assert len(asyncio.run(state.off_the_loop(read)).input) == 2
+    assert entered[0] == 50
+    assert entered[1] > 300_000 >= LONG_BYTES
+    assert charge.num_bytes == entered[1] - 50
+    charge.add(800_000 - charge.num_bytes)
+    charge.is_whole = True
+    with pytest.raises(OverloadedError, match="no memory"):
+        asyncio.run(state.off_the_loop(read))
+    assert budget.num_bytes == 0

@@ -201,6 +201,14 @@ def test_another_tenant_finds_no_schema(model_path: Path, engine: ScriptedEngine
         assert bytes(engine.taken[-1].token_ids).startswith(b"be brief")
 
 
+def test_a_module_that_is_not_there_is_refused_before_the_others_are_tokenized(
+    server: RunningServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    httpx.post(server.url + PATH, json=SCHEMA)
+    monkeypatch.setattr("cloister.server.prompt_schemas.Layout", None)
+    assert check_error(ask(server, SECRET), 400)["param"] == "prompt_schema.modules"
+
+
 def test_models_and_servers_that_cannot_keep_or_place_modules_say_so(model_path: Path) -> None:
     info = msgspec.structs.replace(INFO, document_block_size=SIZE, places_documents=False)
     with serving_script(model_path, ScriptedEngine(says("yes"), model=info), responses_kept=ResponseStore()) as server:

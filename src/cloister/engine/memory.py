@@ -72,6 +72,7 @@ def budget_memory(
     most_drafts: int = 0,
     overhead_bytes: int = OVERHEAD_BYTES,
     whole_bytes: int | None = None,
+    follows_settings: bool = False,
 ) -> MemoryBudget:
     """Divides `available_bytes`.
 
@@ -90,6 +91,7 @@ def budget_memory(
         num_draft_rows: rows of vocabulary width that drafts need at once.
         num_drafts: most drafts of a step.
         most_drafts: most of one sequence.
+        follows_settings: the KV cache must be as large on every machine: requests are refused, and prefixes kept, by its size.
 
     Raises:
         MemoryBudgetError: it does not fit; the message states a figure that does.
@@ -113,6 +115,8 @@ def budget_memory(
         )
     if kv_memory_mb is None:
         num_blocks, why = _default_blocks(sizes, left, blocks_per_seq, max_num_seqs)
+        if follows_settings and num_blocks < blocks_per_seq * max_num_seqs:
+            raise _refuse_share(sizes, left, blocks_per_seq, max_num_seqs)
     else:
         num_blocks, why = sizes.count_blocks(int(kv_memory_mb * MIB)), "--kv-memory-mb"
     _check_fits(sizes, num_blocks, left, blocks_per_seq, block_size, given=kv_memory_mb is not None)
@@ -205,6 +209,22 @@ def _default_blocks(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_
     if blocks_per_seq <= shared:
         return shared, f"{DEFAULT_SHARE:.0%} of the memory that weights and activations leave free"
     return blocks_per_seq, "one sequence of full length"
+
+
+def _refuse_share(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_seqs: int) -> MemoryBudgetError:
+    """Returns the refusal of a KV cache whose size would follow from a machine's memory, with settings that do without it."""
+    shared = sizes.count_blocks(int(left * DEFAULT_SHARE))
+    remedies = []
+    if shared >= blocks_per_seq:
+        remedies.append(f"set --kv-memory-mb {max(sizes.num_bytes(blocks_per_seq), sizes.num_bytes(shared)) / MIB:.0f}")
+        remedies.append(f"--max-num-seqs {shared // blocks_per_seq} or less")
+    remedies.append("a smaller --max-model-len")
+    return MemoryBudgetError(
+        f"the KV cache of a sealed node must be as large on every machine of its release, and {max_num_seqs} sequences of full "
+        f"length take {_mib(sizes.num_bytes(blocks_per_seq * max_num_seqs))}, more than {DEFAULT_SHARE:.0%} of the "
+        f"{_mib(left)} that are left; {', or '.join(remedies)}, here and in `cloister release make`",
+        param="kv_memory_mb",
+    )
 
 
 def _check_tier(tier_bytes: int, room_bytes: int) -> None:

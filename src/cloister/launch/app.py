@@ -144,6 +144,12 @@ def _own_path(config: EngineConfig, front: ServerConfig, model: ModelInfo) -> Pa
     return find_model(locate_here(config.model))
 
 
+def _response_store(front: ServerConfig) -> ResponseStore | None:
+    from cloister.server.responses.keeping import ResponseStore
+
+    return ResponseStore(most_continued_bytes=front.max_request_kb * 1024) if front.keep_responses else None
+
+
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
@@ -155,7 +161,6 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
         try:
             from cloister.server.app import create_app
             from cloister.server.files.service import FileService
-            from cloister.server.responses.keeping import ResponseStore
             from cloister.server.serve import ServerApp
             from cloister.server.traces import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
@@ -182,7 +187,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             front,
             listeners=[tracer.write] if tracer is not None else [],
             stored=stored,
-            responses_kept=ResponseStore() if front.keep_responses else None,
+            responses_kept=_response_store(front),
             request_timeout_s=config.request_timeout_s,
             num_threads=config.num_threads,
         )
@@ -207,7 +212,6 @@ async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable
     from cloister.server.files.service import FileService
     from cloister.server.metrics import make_tenant_figures
     from cloister.server.model_switcher import ModelSwitch, ModelSwitcher, list_entry
-    from cloister.server.responses.keeping import ResponseStore
     from cloister.server.serve import ServerApp
     from cloister.server.traces import open_tracer
 
@@ -227,7 +231,7 @@ async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable
         return loaded
 
     stored = FileService.open(front, gate)
-    responses_kept = ResponseStore() if front.keep_responses else None
+    responses_kept = _response_store(front)
     switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s, partial(freeze_gc_heap, thaw=True))
     calls = HttpCalls(
         lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,

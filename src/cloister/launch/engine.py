@@ -61,7 +61,7 @@ def build_engine(config: EngineConfig) -> EngineCore:
         return _build(config, loading)
 
 
-def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -> EngineCore:
+def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -> EngineCore:
     from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.engine.step_ahead import StepAhead
@@ -103,6 +103,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         drafters.add_blocks(need),
         available_bytes=int(config.memory_share * free_bytes),
         whole_bytes=free_bytes,
+        follows_settings=is_sealed,
         block_size=config.block_size,
         max_model_len=max_model_len,
         max_num_seqs=config.max_num_seqs,
@@ -165,7 +166,7 @@ def _build(config: EngineConfig, loading: Loading, *, rehearses: bool = False) -
         num_images_at_once=config.num_threads or 1,
     )
     drafters.bind(runner.sampling_metadata)
-    if rehearses and model.spec.vision is not None and Capability.IMAGES in program.capabilities:
+    if is_sealed and model.spec.vision is not None and Capability.IMAGES in program.capabilities:
         _rehearse_tower(model.spec.vision, program, config.dtype)
     public = _release_prefixes(config, model.path, tokenizer)
     scrubber = MemoryScrubber(runner.wipe_buffers) if overwrites(config.profile) else None
@@ -262,7 +263,7 @@ def build_sealed_engine(config: EngineConfig) -> EngineCore:
     from cloister.launch.processes import close_engine
 
     with Loading(config.model, shown=False) as loading:  # a locked-down process must not have a progress thread
-        core = _build(config, loading, rehearses=True)
+        core = _build(config, loading, is_sealed=True)
     close_engine()
     return core
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hmac
+import os
+import stat
 import string
 from collections.abc import Iterable
 from pathlib import Path
@@ -47,14 +49,21 @@ def read_secrets(path: Path) -> tuple[str, ...]:
     """Returns the secrets in a file, one a line; lines that begin with # are comments.
 
     Raises:
-        ConfigError: the file cannot be read, has none, or one that is too short or has other characters.
+        ConfigError: the file cannot be read, is open to other users, has no secret, or one that is too short or has other
+            characters.
     """
+    path = path.expanduser()
     try:
-        lines = [line.strip() for line in path.expanduser().read_text(encoding="utf-8").splitlines()]
+        with path.open(encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = [line.strip() for line in file]
     except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}; make it with: openssl rand -hex 32 > {path}") from None
+        making = f"make it with: (umask 077; openssl rand -hex 32 > {path})"
+        raise ConfigError(f"cannot read {path}: {error.strerror}; {making}") from None
     except UnicodeDecodeError:
         raise ConfigError(f"{path} is not valid UTF-8; name the file with the secret") from None
+    if mode & (stat.S_IRWXG | stat.S_IRWXO):
+        raise ConfigError(f"other users can open {path}, which has a secret; close it with: chmod 600 {path}")
     secrets = tuple(line for line in lines if line and not line.startswith("#"))
     if not secrets or any(len(one) < MIN_CHARACTERS or not _ALLOWED.issuperset(one) for one in secrets):
         raise ConfigError(

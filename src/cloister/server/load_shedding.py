@@ -115,6 +115,10 @@ SMALL_RESERVE_BYTES: Final = 8 * 2**20
 """Reserve above the ceiling, for small bodies only."""
 
 
+BODY_CHARGE: Final = "body_charge"
+"""State key of a request for what its body is charged."""
+
+
 class BodyCharge:
     """One body's charge to a budget.
 

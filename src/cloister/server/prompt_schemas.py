@@ -17,6 +17,7 @@ from pydantic import Discriminator, Field, Tag
 
 from cloister.server.documents import DocumentPrompt, check_documents, find_newline, read_question, weigh_documents
 from cloister.server.errors import invalid
+from cloister.server.kept_content import charge_kept
 from cloister.server.responses.keeping import ResponseStore
 from cloister.server.sampling import check_text
 from cloister.server.schemas import MAX_DOCUMENTS, CompletionBody, ModuleChoice, SchemaName, Strict
@@ -170,6 +171,7 @@ def find_schema(store: ResponseStore | None, owner: bytes | None, name: str) -> 
     except NotFoundError:
         message = "There is no such schema, or it is no longer kept; send it to /v1/prompt_schemas again."
         raise NotFoundError(message, param="prompt_schema.name", code="prompt_schema_not_found") from None
+    charge_kept(len(kept.items))
     return PromptSchemaBody.model_validate_json(kept.items)
 
 
@@ -270,23 +272,14 @@ class Layout:
             num_links: link tokens for each module; they have the positions behind the last one.
 
         Raises:
-            InvalidRequestError: there is no such module, two exclude each other, or an argument does not fit.
+            InvalidRequestError: an argument does not fit.
         """
         arguments = {each.name: (each.arguments or {}, f"{_MODULES}[{i}].arguments") for i, each in enumerate(chosen)}
-        known = {name for place in self.modules for name in place}
-        if len(arguments) < len(chosen):
-            raise invalid("`prompt_schema.modules` names a module twice; name it once.", _MODULES, "invalid_value")
-        if not arguments.keys() <= known:
-            message = "`prompt_schema.modules` names a module that the schema does not have."
-            raise invalid(message, _MODULES, "invalid_value")
         token_ids, runs, starts = list(self.prefix), [(0, 0)], []
         tail: list[tuple[int, Sequence[int]]] = []
         end = 0
         for place in self.modules:
-            names = [name for name in place if name in arguments]
-            if len(names) > 1:
-                raise invalid("`prompt_schema.modules` has two modules of one union; choose one.", _MODULES, "invalid_value")
-            for name in names:
+            for name in [name for name in place if name in arguments]:
                 module, first = place[name], len(token_ids)
                 starts.append(first)
                 runs += [(first + token, position) for token, position in module.runs]
@@ -346,9 +339,22 @@ def read_schema_prompt(
     assert body.prompt_schema is not None
     question = read_question(body, "prompt_schema")
     check_text(question, tokenizer, model, "prompt")
+    _check_choice(schema, body.prompt_schema.modules)  # before all of its modules are tokenized
     layout = Layout(schema, tokenizer, model.document_block_size)
     prompt = layout.join(body.prompt_schema.modules, tokenizer.encode(question, add_special_tokens=False), num_links)
     return weigh_documents(prompt, body.documents_temperature, body.documents_scale, model)
+
+
+def _check_choice(schema: PromptSchemaBody, chosen: Sequence[ModuleChoice]) -> None:
+    """Raises InvalidRequestError if there is no such module, or two are one or exclude each other."""
+    names = {each.name for each in chosen}
+    places = [{module.name for module in place} for place in schema.places()]
+    if len(names) < len(chosen):
+        raise invalid("`prompt_schema.modules` names a module twice; name it once.", _MODULES, "invalid_value")
+    if not names <= {name for place in places for name in place}:
+        raise invalid("`prompt_schema.modules` names a module that the schema does not have.", _MODULES, "invalid_value")
+    if any(len(names & place) > 1 for place in places):
+        raise invalid("`prompt_schema.modules` has two modules of one union; choose one.", _MODULES, "invalid_value")
 
 
 def check_placing(model: ModelInfo) -> None:

@@ -19,7 +19,8 @@ from cloister.server.errors import OverloadedError
 from cloister.server.files.service import FileService
 from cloister.server.images import ImagesPending
 from cloister.server.jobs import GenerationJob
-from cloister.server.load_shedding import client_network
+from cloister.server.kept_content import KeptContentPending, charged
+from cloister.server.load_shedding import BODY_CHARGE, BodyCharge, client_network
 from cloister.server.metrics import Exposition
 from cloister.server.pdf.reading import PdfReader
 from cloister.server.plain_bodies import is_plain
@@ -50,6 +51,7 @@ class ServerState:
         call: the current HTTP request; None if it is not tracked.
         tenant: who shares the threads with others; on a server without keys, the network of the client.
         num_body_bytes: size of the request's body.
+        body_charge: its share of the memory for bodies.
     """
 
     engine: RequestClient
@@ -63,6 +65,7 @@ class ServerState:
     call: HttpCall | None = None
     tenant: str = field(default="", repr=False)
     num_body_bytes: int = 0
+    body_charge: BodyCharge | None = None
 
     def generate(self, request: EngineRequest, *, in_batches: bool = False) -> AsyncGenerator[SequenceOutput, None]:
         """Like `RequestClient.generate`, charged to the call."""
@@ -79,10 +82,12 @@ class ServerState:
         return job if self.call is None else replace(job, engine_stats=self.call.engine_stats)
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
-        """Runs text work in a thread, with a deadline; twice where it needs images, which are decoded in between.
+        """Runs text work in a thread, with a deadline.
+
+        It begins anew where it needs images, which are decoded in between, or much that the server keeps (`kept_content`).
 
         Raises:
-            OverloadedError: it took too long.
+            OverloadedError: it took too long, or there is no memory for it.
             QueueFullError: too much of this tenant waits already.
         """
         return await self._read(partial(work, *args), is_quick=False)
@@ -95,13 +100,29 @@ class ServerState:
         try:
             async with asyncio.timeout(self.prepare_timeout_s):
                 try:
-                    return await self.threads.run(self.tenant, self.num_body_bytes, call, is_quick=is_quick)
+                    return await self._read_kept(call, is_quick=is_quick)
                 except ImagesPending as pending:
                     images = await pending.load(self.tenant)
                 with ImagesPending.loaded(images):
-                    return await self.threads.run(self.tenant, self.num_body_bytes, call)
+                    return await self._read_kept(call)
         except TimeoutError:
             raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
+
+    async def _read_kept(self, call: Callable[[], T], *, is_quick: bool = False) -> T:
+        num_kept = 0
+        while True:
+            try:
+                with charged(num_kept):
+                    return await self.threads.run(self.tenant, self.num_body_bytes + num_kept, call, is_quick=is_quick)
+            except KeptContentPending as pending:
+                self._charge(pending.num_bytes - num_kept)
+                num_kept, is_quick = pending.num_bytes, False
+
+    def _charge(self, num_bytes: int) -> None:
+        if self.body_charge is not None:
+            self.body_charge.add(num_bytes)
+            if self.body_charge.is_shed:
+                raise OverloadedError("There is no memory for the request now; try again in a moment.")
 
 
 def state_of(request: Request) -> ServerState:
@@ -117,6 +138,7 @@ def state_of(request: Request) -> ServerState:
         call=call_of(scope),
         tenant=admission.tenant if has_key else client_network(scope),
         num_body_bytes=shared.get(NUM_BODY_BYTES, 0),
+        body_charge=shared.get(BODY_CHARGE),
     )
 
 

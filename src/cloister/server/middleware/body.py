@@ -10,6 +10,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.load_shedding import (
     BODY_CEILING_BYTES,
+    BODY_CHARGE,
     BodyBudget,
     BodyCharge,
     BodyPace,
@@ -101,6 +102,7 @@ class BodyMiddleware:
             body, num_bytes = await self._collect(receive, charge, keeps=is_wanted)
             state = scope.setdefault("state", {})
             state["num_unread_bytes"], state[NUM_BODY_BYTES] = num_bytes - len(body), len(body)
+            state[BODY_CHARGE] = charge
             return body
         except TimeoutError:
             raise BodyTimeoutError(

@@ -13,6 +13,7 @@ import msgspec
 from pydantic import TypeAdapter
 
 from cloister.server.errors import invalid
+from cloister.server.kept_content import charge_kept
 from cloister.server.parse import Refused, parse_body
 from cloister.server.responses.schemas import REFUSED, Item, Items, ResponsesBody
 from cloister.server.schemas import MAX_MESSAGES
@@ -24,6 +25,11 @@ SLACK_S: Final = 1.0
 """Maximum delay of its removal."""
 MOST_BYTES: Final = 64 << 20
 """Memory limit for all owners. A single owner may use all of it, until newer responses of others replace its own."""
+
+MOST_CONTINUED_BYTES: Final = 4 << 20
+"""Longest conversation that can be continued: what a request may send by default (`--max-request-kb`)."""
+ENTRY_BYTES: Final = 1024
+"""Memory of an entry beside its content: names, keys, objects. Many short ones must not take more than a few long ones."""
 
 _KEPT_FIELDS: Final = ("previous_response_id", "store")
 _REFUSED_BESIDE: Final[Mapping[str, Refused]] = {name: why for name, why in REFUSED.items() if name not in _KEPT_FIELDS}
@@ -45,27 +51,53 @@ class KeptResponse:
 
     @property
     def num_bytes(self) -> int:
-        return len(self.items) + len(self.response)
+        """Its memory, with that of the entry itself."""
+        return len(self.items) + len(self.response) + ENTRY_BYTES
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one owner keeps.
+
+    Attributes:
+        names: in order of expiry.
+    """
+
+    num_bytes: int = 0
+    names: OrderedDict[str, None] = field(default_factory=OrderedDict)
 
 
 class ResponseStore:
-    """The responses of all owners. May be used from any thread.
+    """The responses of all owners. May be used from any thread; no call walks the entries of others.
 
     Args:
+        most_continued_bytes: longest conversation that can be continued, as JSON.
         clock: monotonic, in seconds.
     """
 
-    def __init__(self, most_bytes: int = MOST_BYTES, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        most_bytes: int = MOST_BYTES,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        most_continued_bytes: int = MOST_CONTINUED_BYTES,
+    ) -> None:
         self._most_bytes = most_bytes
         self._clock = clock
+        self.most_continued_bytes = most_continued_bytes
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, KeptResponse] = OrderedDict()  # in order of expiry
+        self._shares: dict[bytes, _Share] = {}
+        self._num_bytes = 0
         self._timer: threading.Timer | None = None
 
     def keep(self, owner: bytes, body: ResponsesBody, response: Mapping[str, Any]) -> None:
-        """Stores a response with its conversation. If memory is full, evicts the oldest response of the owner with the most."""
+        """Stores a response with its conversation. If memory is full, evicts the oldest response of the owner with the most.
+
+        Of the conversation only what prompts have is stored. It takes time in proportion: call it outside of the event loop.
+        """
         said = [item.model_dump(by_alias=True, exclude_none=True) for item in body.input]
-        items = msgspec.json.encode([*said, *response["output"]])
+        items = msgspec.json.encode([*said, *(_without_logprobs(item) for item in response["output"])])
         kept = KeptResponse(owner, items, msgspec.json.encode(response), self._clock() + LIFETIME_S)
         self._add(response["id"], kept)
 
@@ -77,8 +109,12 @@ class ResponseStore:
         if kept.num_bytes > self._most_bytes:
             return False
         with self._lock:
+            self._drop(name)
             self._kept[name] = kept
-            self._kept.move_to_end(name)
+            share = self._shares.setdefault(kept.owner, _Share())
+            share.names[name] = None
+            share.num_bytes += kept.num_bytes
+            self._num_bytes += kept.num_bytes
             self._make_room()
             self._watch()
         return True
@@ -111,19 +147,21 @@ class ResponseStore:
             if renews:
                 self._kept[response_id] = replace(kept, expires_s=self._clock() + LIFETIME_S)
                 self._kept.move_to_end(response_id)
+                self._shares[owner].names.move_to_end(response_id)
             return kept
 
     def remove(self, owner: bytes, response_id: str) -> None:
         """Deletes a response; errors as in `find`."""
         self.find(owner, response_id)
         with self._lock:
-            self._kept.pop(response_id, None)
+            self._drop(response_id)
 
     def forget(self, owner: bytes, prefix: str) -> None:
         """Forgets all of an owner whose names begin so."""
         with self._lock:
-            for name in [name for name, kept in self._kept.items() if kept.owner == owner and name.startswith(prefix)]:
-                del self._kept[name]
+            share = self._shares.get(owner, _Share())
+            for name in [name for name in share.names if name.startswith(prefix)]:
+                self._drop(name)
 
     def _watch(self) -> None:
         """Removes expired responses even without requests."""
@@ -141,18 +179,31 @@ class ResponseStore:
 
     def _forget_expired(self) -> None:
         now_s = self._clock()
-        for response_id in [name for name, kept in self._kept.items() if kept.expires_s <= now_s]:
-            del self._kept[response_id]
+        while self._kept and (first := next(iter(self._kept.items())))[1].expires_s <= now_s:
+            self._drop(first[0])
 
     def _make_room(self) -> None:
         self._forget_expired()
-        shares: dict[bytes, int] = {}
-        for kept in self._kept.values():
-            shares[kept.owner] = shares.get(kept.owner, 0) + kept.num_bytes
-        while sum(shares.values()) > self._most_bytes:
-            greediest = max(shares, key=lambda owner: shares[owner])
-            oldest = next(name for name, kept in self._kept.items() if kept.owner == greediest)
-            shares[greediest] -= self._kept.pop(oldest).num_bytes
+        while self._num_bytes > self._most_bytes:
+            greediest = max(self._shares.values(), key=lambda share: share.num_bytes)
+            self._drop(next(iter(greediest.names)))
+
+    def _drop(self, name: str) -> None:
+        kept = self._kept.pop(name, None)
+        if kept is None:
+            return
+        share = self._shares[kept.owner]
+        del share.names[name]
+        share.num_bytes -= kept.num_bytes
+        self._num_bytes -= kept.num_bytes
+        if not share.names:
+            del self._shares[kept.owner]
+
+
+def _without_logprobs(item: Mapping[str, Any]) -> Mapping[str, Any]:
+    if not item.get("content"):
+        return item
+    return {**item, "content": [{name: part[name] for name in part if name != "logprobs"} for part in item["content"]]}
 
 
 def read_body(raw: bytes, store: ResponseStore | None, owner: bytes | None) -> ResponsesBody:
@@ -171,6 +222,10 @@ def read_body(raw: bytes, store: ResponseStore | None, owner: bytes | None) -> R
     items: list[Item] = list(body.input)
     if body.previous_response_id is not None:
         kept = store.go_on(owner, body.previous_response_id, "previous_response_id")
+        if len(kept.items) > store.most_continued_bytes:
+            limit = store.most_continued_bytes // 1024
+            raise invalid(f"The conversation is longer than {limit} KiB; begin a new one.", "previous_response_id", "too_long")
+        charge_kept(len(kept.items))
         items = [*_items.validate_json(kept.items), *items]
         if len(items) > MAX_MESSAGES:
             raise invalid(f"The conversation has more than {MAX_MESSAGES} items; begin a new one.", "previous_response_id")

@@ -45,12 +45,12 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class InputPart(Strict):
-    """A text part of a content. The last two fields occur in answers that are sent back."""
+    """A text part of a content. The last two fields occur in answers that are sent back; no prompt has them."""
 
     type: Literal["input_text", "output_text", "text", "summary_text", "reasoning_text"]
     text: str
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-    logprobs: list[Any] | None = None
+    logprobs: Annotated[list[Any] | None, Field(exclude=True)] = None
 
 
 def _as_parts(value: object) -> object:
@@ -113,7 +113,7 @@ class ReasoningItem(_Item):
     type: Literal["reasoning"]
     summary: InputParts | None = None
     content: InputParts | None = None
-    encrypted_content: str | None = None
+    encrypted_content: Annotated[str | None, Field(exclude=True)] = None
 
 
 def _with_type(value: object) -> object:

@@ -14,6 +14,7 @@ from cloister.server.errors import invalid
 from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, describe_batch, read_lines
 from cloister.server.files.service import FileService, FormPart, read_form, require
 from cloister.server.files.store import LIFETIME_S, Owner, StoredFile, page
+from cloister.server.kept_content import charge_kept
 from cloister.server.parse import check_fields, parse_body
 from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
@@ -198,6 +199,7 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 def _create(files: FileService, owner: Owner, admission: Admission, raw: bytes) -> Batch:
     body = parse_body(raw, BatchBody)
     stored = files.store.shelf.find(body.input_file_id, owner)
+    charge_kept(stored.bytes)
     lines, mistakes = read_lines(files.store.content(stored, owner), body.endpoint)
     if sum(batch.status not in ENDED for batch in files.batches.of(owner)) >= MAX_OPEN:
         raise RateLimitError(f"{MAX_OPEN} batches have not ended; wait until one has ended.", retry_after_s=RETRY_S)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Literal
 
@@ -39,14 +40,14 @@ async def create_response(request: Request) -> Response:
     writer = ResponseWriter(job, body, keeps_broken=job.stream)
     outputs = run_job(state.generate, job)
 
-    def keep(response: dict[str, Any]) -> None:
+    async def keep(response: dict[str, Any]) -> None:
         if state.reader.responses is not None and owner is not None and body.store:
-            state.reader.responses.keep(owner, body, response)
+            await asyncio.to_thread(state.reader.responses.keep, owner, body, response)
 
     if job.stream:
         return await open_stream(stream_response(job, writer, outputs, keep), Ending(b"", writer.fail))
     response = await answer_response(job, writer, outputs)
-    keep(response)
+    await keep(response)
     return json_response(response)
 
 
@@ -89,7 +90,10 @@ async def answer_response(
 
 
 async def stream_response(
-    job: GenerationJob, writer: ResponseWriter, outputs: AsyncGenerator[Numbered, None], keep: Callable[[dict[str, Any]], None]
+    job: GenerationJob,
+    writer: ResponseWriter,
+    outputs: AsyncGenerator[Numbered, None],
+    keep: Callable[[dict[str, Any]], Awaitable[None]],
 ) -> Chunks:
     """Yields events; `keep` is called with the whole response before the last one."""
     tally, reason, is_begun = Tally(job), None, False
@@ -101,5 +105,5 @@ async def stream_response(
                 yield chunk
             reason = turn.finish_reason
     last = list(writer.end(reason, tally.usage()))
-    keep(last[-1]["response"])
+    await keep(last[-1]["response"])
     yield named_events(last)

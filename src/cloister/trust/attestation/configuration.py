@@ -20,7 +20,6 @@ LEFT_OUT: Final[Mapping[str, str]] = {
     "datastore": "its files are measured",
     "release_prefixes": "its name and its file are measured",
     "num_threads": "an answer has the same bits for any number",
-    "kv_memory_mb": "how much memory a machine has",
     "weights_cache": "a sealed node has none",
     "weights_cache_mb": "a sealed node has none",
     "sealed": "nothing else makes a statement",
