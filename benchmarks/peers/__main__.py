@@ -22,7 +22,7 @@ from rich.progress import Progress, TaskID
 
 from benchmarks.harness import ROOT, console, make_parser, make_progress
 from benchmarks.models import MODELS, ModelUnavailable
-from benchmarks.peers.isa import InstructionSet, list_usable
+from benchmarks.peers.isa import InstructionSet, are_for_one_processor, list_usable
 from benchmarks.peers.ledger import Ledger, Run
 from benchmarks.peers.meter import NO_SESSION, await_idle
 from benchmarks.peers.process import WorkerError, run_worker
@@ -30,6 +30,7 @@ from benchmarks.peers.report import write_report
 from benchmarks.peers.roster import Entrant, Roster
 from benchmarks.peers.shapes import KNOWN, Shape, write_checkpoint
 from benchmarks.peers.work import BASE, FIGURES, LIMITS
+from cloister.backends.native import _native
 from cloister.engine.machine import read_machine
 
 _ROOM = 256
@@ -85,6 +86,12 @@ def read_options() -> argparse.Namespace:
     if unknown := set(options.isa) - set(usable):
         parser.error(f"this processor has no {', '.join(sorted(unknown))}; it has {', '.join(usable)}")
     options.isa = [usable[name] for name in options.isa] or [options.best_isa]
+    if options.isa != [options.best_isa] and are_for_one_processor(_native.kernel_names(), list(usable.values())):
+        console.print(
+            "our kernels were compiled for this processor alone: those for AVX2 take up to 2.4 times the time that "
+            "they should, and others are missing; `make install ISA=all` compiles them for every processor",
+            style="yellow",
+        )
     options.peers = options.peers.expanduser().resolve()
     options.setting = {"backend": options.backend, **dict(read_setting(text) for text in options.setting)}
     return options

@@ -7,7 +7,7 @@ may use more than they are allowed here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -67,3 +67,12 @@ def list_usable(cpuinfo: Path = Path("/proc/cpuinfo")) -> list[InstructionSet]:
         lines = []
     flags = set(next((line.partition(":")[2].split() for line in lines if line.startswith("flags")), []))
     return [isa for isa in ISAS.values() if flags.issuperset(isa.flags)] or [UNKNOWN]
+
+
+def are_for_one_processor(compiled: Collection[str], usable: Collection[InstructionSet]) -> bool:
+    """Returns whether our kernels were compiled for this processor alone: lesser sets that it has are missing or slow ones.
+
+    Args:
+        compiled: names of the kernels that were compiled.
+    """
+    return not {isa.name for isa in usable}.issubset(compiled)

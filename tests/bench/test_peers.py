@@ -11,7 +11,7 @@ import pytest
 from benchmarks.models import MODELS
 from benchmarks.peers import work
 from benchmarks.peers.engines import Launch
-from benchmarks.peers.isa import ISAS, UNKNOWN, list_usable
+from benchmarks.peers.isa import ISAS, UNKNOWN, are_for_one_processor, list_usable
 from benchmarks.peers.judge import judge
 from benchmarks.peers.ledger import Ledger, Run
 from benchmarks.peers.losses import MODEL, Loss, Losses
@@ -98,6 +98,12 @@ class TestInstructionSets:
         cpuinfo = tmp_path / "cpuinfo"
         cpuinfo.write_text("processor\t: 0\nflags\t\t: fpu avx2 fma f16c avx_vnni\n")
         assert [isa.name for isa in list_usable(cpuinfo)] == ["avx2", "avxvnni"]
+
+    def test_kernels_of_a_build_for_this_processor_alone_are_no_measure_of_lesser_ones(self) -> None:
+        usable = [ISAS["avx2"], ISAS["vnni"], ISAS["bf16"]]
+        assert are_for_one_processor(["bf16", "avx2", "scalar"], usable)
+        assert not are_for_one_processor(["amx", "bf16", "vnni", "avx2", "scalar"], usable)
+        assert not are_for_one_processor(["avx2", "scalar"], usable[:1])
 
     def test_of_an_unknown_processor_are_one_that_holds_nobody(self, tmp_path: Path) -> None:
         assert list_usable(tmp_path / "nothing") == [UNKNOWN]
