@@ -47,7 +47,7 @@ from cloister.types.events import (
     UnloadAdapter,
 )
 from cloister.types.logs import describe
-from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
+from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, Grammar, ModelInfo
 from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
@@ -395,7 +395,7 @@ class EngineCore:
             if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(grammar):
                 self._scheduler.release(state)
             elif is_late:
-                state.grammar_deadline_s = now + COMPILE_TIMEOUT_S
+                state.grammar_deadline_s = now + COMPILE_LOOK_S
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
         """Returns the step on the device, started here if none was, and the next one, planned meanwhile."""
