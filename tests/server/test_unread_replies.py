@@ -17,7 +17,7 @@ import httpx
 import msgspec
 import pytest
 
-from cloister.engine.mailbox import measure
+from cloister.engine.mailbox import Mailbox, measure, wakeups_of
 from cloister.engine.request_client import RequestClient
 from cloister.policy import Credentials, KeyQuota
 from cloister.server import unread_replies
@@ -348,3 +348,26 @@ def test_what_an_output_takes_in_memory_is_known_within_a_third(logprobs):
     finally:
         tracemalloc.stop()
     assert 0.67 * taken < measure(kept[0]) < 1.33 * taken
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_what_was_read_counts_no_longer_though_more_always_waits(has_logprobs):
+    held = []
+
+    async def main() -> None:
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), hold=held.append)
+        logprobs = [TokenLogprobs(97, -1.0)] if has_logprobs else None
+        make = lambda: SequenceOutput(request_id="r", index=0, text="a", token_ids=[97], logprobs=logprobs)  # noqa: E731
+        for _ in range(3):
+            mailbox.put(make())
+        for _ in range(500):
+            mailbox.put(make())
+            await mailbox.get()
+        assert sum(held) < 5 * 1000
+        mailbox.put(make())
+        mailbox.put(make())
+        assert sum(held) > 0
+        mailbox.release()
+        assert sum(held) == 0
+
+    asyncio.run(main())

@@ -70,18 +70,19 @@ class Mailbox:
         self._loop = asyncio.get_running_loop()
         self._num_kept = 0
         self._hold = hold
-        self._num_bytes = 0
+        self._num_bytes: deque[int] = deque()  # of each output in the queue
 
     def put(self, output: SequenceOutput) -> None:
-        if self._hold is not None and self._items:  # what is taken at once takes no memory
-            num_bytes = measure(output)
-            self._num_bytes += num_bytes
+        num_bytes = measure(output) if self._hold is not None and self._items else 0  # what is taken at once takes none
+        if num_bytes and self._hold is not None:
             self._hold(num_bytes)
         # not with the first output, which is to come soon
         if self._batch == 1 and self._items and self._num_kept > 1 and (joined := self._items[-1].join(output)) is not None:
             self._items[-1] = joined
+            self._num_bytes[-1] += num_bytes
             return  # its task has been woken, and has not come to read yet
         self._items.append(output)
+        self._num_bytes.append(num_bytes)
         self._num_kept += 1
         if len(self._items) < self._batch and output.finish_reason is None:
             return
@@ -93,16 +94,16 @@ class Mailbox:
         while not self._items:
             self._waiter = self._loop.create_future()
             await self._waiter
-        output = self._items.popleft()
-        if not self._items:
-            self.release()
-        return output
+        if (num_bytes := self._num_bytes.popleft()) and self._hold is not None:
+            self._hold(-num_bytes)
+        return self._items.popleft()
 
     def release(self) -> None:
-        """Counts the outputs in the queue no longer."""
-        num_bytes, self._num_bytes = self._num_bytes, 0
-        if num_bytes and self._hold is not None:
+        """Counts the outputs in the queue no longer: nobody reads them."""
+        if self._hold is not None and (num_bytes := sum(self._num_bytes)):
             self._hold(-num_bytes)
+        self._items.clear()
+        self._num_bytes.clear()
 
 
 _OUTPUT_BYTES: Final = 340

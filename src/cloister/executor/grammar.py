@@ -180,14 +180,16 @@ class CompileTime:
 
     def begin(self) -> None:
         """Called in the thread that begins to compile."""
-        self._began_s, self._began_cpu_s = time.monotonic(), time.thread_time()
         if hasattr(time, "pthread_getcpuclockid"):  # not on every system
             self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._began_cpu_s = self._read_cpu_s()
+        self._began_s = time.monotonic()  # last: it says that the others are there
 
     def restart(self) -> None:
         """Forgets what it has taken: it was not the grammar's fault."""
-        self._queued_s = self._began_s = time.monotonic()
-        self._began_cpu_s = self._read_cpu_s()
+        self._queued_s = time.monotonic()
+        if self._began_s:
+            self._began_s, self._began_cpu_s = self._queued_s, self._read_cpu_s()
 
     @property
     def is_over(self) -> bool:

@@ -340,20 +340,21 @@ class Connection(H11Protocol):
                 await app(scope, receive, _PiecewiseSend(self, send, None))
                 return
             self._num_sent_bytes = 0
-            reply = self._reply = self.unread.open(client_network(scope), self._end_reply)
+            reply = self._reply = self.unread.open(client_network(scope), lambda: self._end_reply(reply))
             attach_reply(scope, reply)
             try:
                 await app(scope, receive, _PiecewiseSend(self, send, reply))
             finally:
                 self.unread.close(reply)
-                self._reply = None
+                if self._reply is reply:  # the next request on this connection may have begun
+                    self._reply = None
 
         return run
 
-    def _end_reply(self) -> None:
+    def _end_reply(self, reply: UnreadReply) -> None:
         """Ends a reply of which too much is held. A stream ends with an error behind what the client has not read, for which it
         has the time of every reply; a body cannot say that it was cut, and its connection is reset."""
-        if self._reply is not None and self._reply.num_queued:
+        if reply.num_queued:
             self.cycle.keep_alive = False  # its writes wait no longer, which those of another reply have to
             self.flow.resume_writing()
         else:
@@ -421,6 +422,9 @@ class _PiecewiseSend:
             self._check(self._reply, 0)
         if is_last:  # by itself, because uvicorn waits for the kernel before it writes, not after
             await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            if self._reply is not None:
+                self._reply.hold(-self._held_bytes)
+                self._held_bytes = 0
 
     async def _pass(self, body: bytes) -> None:
         for start in range(0, len(body), PIECE_BYTES):

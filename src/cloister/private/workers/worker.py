@@ -48,6 +48,7 @@ from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
 LEAST_UNREAD_BYTES: Final = 4 * MIB
+"""Some 11,000 tokens, or 1,100 with 20 log-probabilities each, beyond what the sockets on the way take."""
 _REHEARSED = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
     ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
