@@ -258,7 +258,7 @@ def test_a_stream_whose_client_pauses_is_whole(model_path, monkeypatch):
         wait_for(lambda: not unread.num_bytes)
 
 
-def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_whole(monkeypatch):
+def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_whole(monkeypatch, caplog):
     monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
     app = LongReplies(1)
     with app.served(ServerConfig(port=0, max_unread_mb=32, drain_timeout_s=1.0)) as server, contextlib.ExitStack() as clients:
@@ -268,6 +268,7 @@ def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_wh
             assert unread.num_bytes <= 32 * MIB
         wait_for(lambda: app.num_ended >= 4)
         assert len(httpx.get(server.url).content) == LENGTH
+    assert not caplog.records, "neither uvicorn nor asyncio has anything to say"
 
 
 def test_a_whole_body_that_is_read_too_slowly_is_cut_once_it_is_over_its_share(monkeypatch):

@@ -429,7 +429,7 @@ class _PiecewiseSend:
     async def _pass(self, body: bytes) -> None:
         for start in range(0, len(body), PIECE_BYTES):
             if self._connection.is_closing:
-                break  # each further piece would be a line in asyncio's log
+                await asyncio.sleep(0)  # for uvicorn to hear of it; else each further piece is a line in asyncio's log
             piece = body[start : start + PIECE_BYTES]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._connection.note_sent(len(piece))
