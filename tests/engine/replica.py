@@ -203,12 +203,29 @@ class SlowHost:
 
     load_s: float
 
-    def load(self, name: str, path: str) -> AdapterInfo:
+    def load(self, name: str, path: str, note_progress: Callable[[], None]) -> AdapterInfo:
         time.sleep(self.load_s)
         return AdapterInfo(name=name, digest=name, path=path, rank=1)
 
     def unload(self, digest: str) -> None:
         """Nothing is kept."""
+
+
+class SteadyHost(SlowHost):
+    """Takes five times the patience of a watchdog for an adapter, and goes on all the time."""
+
+    def load(self, name: str, path: str, note_progress: Callable[[], None]) -> AdapterInfo:
+        for _ in range(50):
+            time.sleep(0.1)
+            note_progress()
+        return AdapterInfo(name=name, digest="d" * 64, path=path, rank=8, created_s=0)
+
+
+def build_loading_steadily(config: EngineConfig) -> EngineCore:
+    """A replica that takes long to load an adapter, and goes on all the time."""
+    core = build(config)
+    core.adapters = AdapterRegister(SteadyHost(0.0))
+    return core
 
 
 def build_loading(config: EngineConfig) -> EngineCore:

@@ -241,6 +241,27 @@ def test_an_engine_that_loads_an_adapter_for_a_call_that_was_cancelled_is_not_re
     run(main())
 
 
+def test_an_engine_that_goes_on_loading_an_adapter_is_kept_though_the_call_was_late(
+    model_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(adapters, "CALL_TIMEOUT_S", 0.3)
+
+    async def main() -> None:
+        supervision = Supervision(look_every_s=0.05)
+        async with serving(model_path, "build_loading_steadily", supervision, stall_timeout_s=0.5) as engine:
+            assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
+            first = engine.pid
+            loading = asyncio.create_task(engine.adapters.load("ann", "somewhere"))
+            await asyncio.sleep(0.1)
+            waiting = asyncio.create_task(answer(engine, make_request()))
+            with pytest.raises(DeadlineError):
+                await loading
+            assert reasons(await waiting) == [FinishReason.LENGTH]
+            assert engine.pid == first
+
+    run(main())
+
+
 @contextlib.asynccontextmanager
 async def replacing_a_stopped_engine(
     model_path: Path,

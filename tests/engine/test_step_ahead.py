@@ -205,7 +205,7 @@ class Host:
         self.saw: list[bool] = []
         self._is_running = is_running
 
-    def load(self, name: str, path: str) -> AdapterInfo:
+    def load(self, name: str, path: str, note_progress: Callable[[], None]) -> AdapterInfo:
         self.saw.append(self._is_running())
         return AdapterInfo(name=name, digest="digest", path=path, rank=1)
 

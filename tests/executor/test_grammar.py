@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import re
+import signal
 import threading
 import time
 from collections import deque
@@ -16,6 +18,7 @@ import pytest
 from cloister.backends.base import Capability
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
+from cloister.executor import grammar as grammar_module
 from cloister.executor.grammar import mask_tokens
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -284,6 +287,13 @@ def test_a_grammar_is_compiled_beside_the_one_who_asks(compiler):
     assert scripted.compiled == [grammar]
 
 
+@pytest.fixture
+def impatient(monkeypatch):
+    """A compilation that hangs has had its time at once."""
+    monkeypatch.setattr(grammar_module, "COMPILE_WALL_S", 0.0)
+
+
+@pytest.mark.usefixtures("impatient")
 def test_one_that_hangs_is_given_up_and_the_next_one_compiles(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars, stuck, next_one = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang"), Grammar(GrammarKind.REGEX, "next")
@@ -298,6 +308,7 @@ def test_one_that_hangs_is_given_up_and_the_next_one_compiles(compiler):
     scripted.goes_on.set()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_one_that_waits_behind_a_hanging_one_is_not_at_fault(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars, stuck, behind = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang"), Grammar(GrammarKind.REGEX, "next")
@@ -327,6 +338,7 @@ def test_one_behind_a_grammar_whose_request_is_gone_gets_a_thread_of_its_own(com
     scripted.goes_on.set()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_too_many_that_hang_refuse_the_next_ones_until_they_are_done(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars = Grammars(scripted)
@@ -340,6 +352,104 @@ def test_too_many_that_hang_refuse_the_next_ones_until_they_are_done(compiler):
     assert "try again" in found["next", 0][1]
     scripted.goes_on.set()
     wait_for(lambda: answer(compiler, [make("next", refused)], grammars=grammars)[0]["next", 0][1] is FinishReason.STOP)
+
+
+def test_a_compilation_ends_by_the_time_of_its_thread_not_by_that_of_others(compiler, monkeypatch):
+    monkeypatch.setattr(grammar_module, "COMPILE_TIMEOUT_S", 0.3)
+    burning = Burning(compiler, burn_s=60.0)
+    grammars, endless = Grammars(burning), Grammar(GrammarKind.REGEX, "ab")
+    grammars.prepare(endless, lambda: None)
+    wait_for(lambda: burning.taken_s() > 0.1)
+    assert not grammars.give_up(endless)
+    wait_for(lambda: burning.taken_s() > 0.5)
+    assert grammars.give_up(endless)
+    found, _ = answer(compiler, [make("endless", endless)], grammars=grammars)
+    assert "too long" in found["endless", 0][1]
+    burning.burn_s = 0.0
+
+
+def test_one_that_waits_behind_another_on_a_busy_machine_is_not_refused(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars = Grammars(scripted)
+    starved = [Grammar(GrammarKind.REGEX, "hang") for _ in range(3)]  # as far as their processor time is concerned
+    for grammar in starved:
+        grammars.prepare(grammar, lambda: None)
+    wait_for(lambda: scripted.compiled)
+    for _ in range(5):
+        assert not any(map(grammars.give_up, starved))
+    scripted.goes_on.set()
+    wait_for(lambda: all(grammars.prepare(grammar, lambda: None) for grammar in starved))
+    found, _ = answer(compiler, [make(str(i), grammar) for i, grammar in enumerate(starved)], grammars=grammars)
+    assert {reason for _, reason in found.values()} == {FinishReason.STOP}
+
+
+def test_a_process_that_gets_no_processor_time_refuses_no_grammar(compiler):
+    """It is stopped for three times what a grammar may take, in the middle of compiling one that takes half of it."""
+    limit_s, starved_s = 1.0, 3.0
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            os.write(writer, compile_slowly(limit_s, os.getpid()).encode())
+        finally:
+            os._exit(0)
+    os.close(writer)
+    wait_for(lambda: is_stopped(child))
+    time.sleep(starved_s)
+    os.kill(child, signal.SIGCONT)
+    with open(reader) as said:
+        assert said.read() == "compiled", "by the clock it would have had its time"
+    os.waitpid(child, 0)
+
+
+def compile_slowly(limit_s, pid):
+    """Compiles a grammar that takes half of the limit in processor time, and stops this process in the middle."""
+    grammar_module.COMPILE_TIMEOUT_S = limit_s
+    burning = Burning(None, burn_s=limit_s / 2)
+    grammars, grammar = Grammars(burning), Grammar(GrammarKind.REGEX, "ab")
+    grammars.prepare(grammar, lambda: None)
+    began_s, is_starved = time.monotonic(), False
+    while not grammars.prepare(grammar, lambda: None):
+        if not is_starved and burning.taken_s() > limit_s / 10:
+            is_starved = True
+            os.kill(pid, signal.SIGSTOP)
+        if time.monotonic() - began_s >= limit_s and grammars.give_up(grammar):
+            return "given up"
+        time.sleep(0.01)
+    return "compiled" if time.monotonic() - began_s > limit_s else "not starved"
+
+
+def is_stopped(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+
+
+class Burning:
+    """A compiler that takes so much processor time."""
+
+    eos_token_ids = (2,)
+    num_words = 8
+    is_ready = True
+
+    def __init__(self, compiler, burn_s):
+        self.burn_s, self._compiler, self._taken_s = burn_s, compiler, 0.0
+
+    def taken_s(self):
+        return self._taken_s
+
+    def compile(self, grammar):
+        began_s = time.thread_time()
+        while self._taken_s < self.burn_s:
+            self._taken_s = time.thread_time() - began_s
+        return Filled()
+
+
+class Filled:
+    """A matcher whose first mask is there."""
+
+    is_complete = False
+
+    def fill(self, mask):
+        return True
 
 
 def test_equal_grammars_of_two_requests_are_compiled_twice(compiler):

@@ -18,7 +18,7 @@ from cloister.launch.settings import resolve_settings
 from cloister.models import locate
 from cloister.private.attesting import Attesting, check_prefixes, open_announcer, read_attesting, read_checkpoint
 from cloister.private.unsealing import LocalUnsealer
-from cloister.private.workers.front_app import WAITING_WORKERS
+from cloister.private.workers.zygote import WAITING_WORKERS
 from cloister.server import serve
 from cloister.server.serve import RESERVED_FILES
 from cloister.trust.attestation import AttestationError, read_evidence, read_statement

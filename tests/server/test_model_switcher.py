@@ -29,6 +29,9 @@ class Place:
     def count_reply(self, route: str, status: int) -> None:
         pass
 
+    def count_unread(self) -> None:
+        pass
+
 
 class Shelf:
     """Loads places, one after the other, and writes down what it did."""

@@ -1,23 +1,32 @@
-"""A reply that its client does not read is given up, however it was handed over, and counts for its key until it has left."""
+"""A reply that its client does not read is given up, however it was handed over, takes no more memory than it may, and counts
+for its key until it has left."""
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import socket
 import ssl
 import time
+import tracemalloc
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
 
 import httpx
+import msgspec
 import pytest
 
+from cloister.engine.mailbox import Mailbox, measure, wakeups_of
+from cloister.engine.request_client import RequestClient
 from cloister.policy import Credentials, KeyQuota
+from cloister.server import unread_replies
 from cloister.server.connection import Connection
 from cloister.server.serve import ServerApp
+from cloister.server.unread_replies import MIB, UnreadReplies, UnreadReply
 from cloister.types.config import ServerConfig
-from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, make_gate, running, says, serving_script
+from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs
+from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, make_gate, output, running, says, serving_script
 from tests.server.test_tls import config_for, trusting, write_pair
 
 LENGTH = 12 * 2**20  # more than the kernels at both ends take
@@ -107,7 +116,7 @@ def test_a_reply_that_nobody_reads_is_given_up(num_pieces, has_tls, tmp_path):
             table = server.uvicorn.config.http_protocol_class.table
             wait_for(lambda: not table._networks)
             assert read_rest(connection) < LENGTH / 2
-            assert app.num_ended == 1
+            wait_for(lambda: app.num_ended == 1)
 
 
 @pytest.mark.parametrize("num_pieces", [1, 48])
@@ -160,3 +169,208 @@ def test_an_unread_reply_counts_among_the_concurrent_requests_of_its_key(model_p
             assert ask().status_code == 429
             assert read_rest(connection) >= LENGTH
             assert ask().status_code == 200
+
+
+class PushingEngine(ScriptedEngine):
+    """An engine that makes outputs whether anybody reads them or not, as real ones do, until the request is left or has ended.
+
+    Args:
+        num_outputs: of each request; each takes some 4 KB.
+    """
+
+    def __init__(self, num_outputs: int) -> None:
+        super().__init__(says(""))
+        self.num_outputs = num_outputs
+
+    def generate(self, request, observer=None, *, in_batches=False):
+        return RequestClient.generate(self, request, observer, in_batches=in_batches)
+
+    def submit(self, request, sink, observer=None):
+        async def push():
+            top = tuple((token_id, -1.0) for token_id in range(20))
+            logprobs = [TokenLogprobs(97, -1.0, top, b"a", (b"a",) * 20)]
+            for index in range(self.num_outputs):
+                sink(output(request, "a", logprobs=logprobs))
+                if index % 50 == 0:
+                    await asyncio.sleep(0.001)
+            sink(output(request, end=FinishReason.STOP))
+
+        self.taken.append(request)
+        self.observer = observer
+        self.pushing = asyncio.create_task(push())
+
+    def abort(self, request_id):
+        if not self.pushing.done():
+            self.left.append(request_id)
+            self.pushing.cancel()
+            self.observer.refuse()  # as an engine says that it has left
+
+
+STREAMED = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "logprobs": 5}).encode()
+STREAM_HEAD = (
+    f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nContent-Length: {len(STREAMED)}\r\n"
+    "\r\n"
+).encode() + STREAMED
+
+
+def read_events(connection: socket.socket) -> bytes:
+    """Returns the rest of a stream, to the end of its last chunk."""
+    content = b""
+    while not content.endswith(b"0\r\n\r\n"):
+        piece = connection.recv(2**20)
+        assert piece, "the stream has no end"
+        content += piece
+    return content
+
+
+def test_a_stream_that_nobody_reads_ends_with_an_error_before_it_takes_more_than_its_share(model_path, monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
+    engine = PushingEngine(100_000)
+    config = ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)
+    with serving_script(model_path, engine, config=config) as server, begin(server, STREAM_HEAD) as connection:
+        unread = server.uvicorn.config.http_protocol_class.unread
+        most_bytes = 0
+
+        def is_over() -> bool:
+            nonlocal most_bytes
+            most_bytes = max(most_bytes, unread.num_bytes)
+            return bool(engine.left)
+
+        wait_for(is_over)
+        assert most_bytes <= 2.1 * MIB, "an eighth of the limit, and one output more"
+        wait_for(lambda: not unread.num_bytes)
+        content = read_events(connection)
+        assert b'"code":"reply_not_read"' in content
+        assert content.index(b'"code":"reply_not_read"') > len(content) - 1000, "the error is the last event"
+        assert connection.recv(1) == b"", "further replies would not wait for their client"
+        assert b"cloister_unread_replies_ended_total 1.0" in httpx.get(f"{server.url}/metrics").content
+
+
+def test_a_stream_whose_client_pauses_is_whole(model_path, monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
+    engine = PushingEngine(2_000)
+    with serving_script(model_path, engine) as server, begin(server, STREAM_HEAD) as connection:
+        unread = server.uvicorn.config.http_protocol_class.unread
+        wait_for(lambda: engine.pushing.done())
+        assert unread.num_bytes > 2 * MIB, "outputs wait for their client"
+        content = read_events(connection)
+        assert content.count(b'"top_logprobs"') >= 2_000
+        assert b"[DONE]" in content
+        assert b"error" not in content
+        wait_for(lambda: not unread.num_bytes)
+
+
+def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_whole(monkeypatch, caplog):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
+    app = LongReplies(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=32, drain_timeout_s=1.0)) as server, contextlib.ExitStack() as clients:
+        unread = server.uvicorn.config.http_protocol_class.unread
+        for _ in range(6):
+            clients.enter_context(begin(server))
+            assert unread.num_bytes <= 32 * MIB
+        wait_for(lambda: app.num_ended >= 4)
+        assert len(httpx.get(server.url).content) == LENGTH
+    assert not caplog.records, "neither uvicorn nor asyncio has anything to say"
+
+
+def test_a_whole_body_that_is_read_too_slowly_is_cut_once_it_is_over_its_share(monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 2.0)
+    monkeypatch.setattr(unread_replies, "GRACE_S", 0.5)
+    app = LongReplies(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, begin(server) as connection:
+        num_bytes = 15
+        with contextlib.suppress(ConnectionResetError):
+            while not app.num_ended:  # its client never stops to read, as far as the time of unread replies is concerned
+                num_bytes += len(connection.recv(100))
+                time.sleep(0.1)
+        assert num_bytes < LENGTH / 2
+        wait_for(lambda: not server.uvicorn.config.http_protocol_class.table._networks)
+
+
+# Which reply is ended.
+
+
+def open_replies(limit_bytes: int, *networks: str) -> tuple[UnreadReplies, list[UnreadReply]]:
+    replies = UnreadReplies(limit_bytes)
+    return replies, [replies.open(network, lambda: None) for network in networks]
+
+
+def test_the_largest_of_the_network_that_holds_most_is_ended():
+    replies, (alone, first, second, third) = open_replies(10 * MIB, "a", "b", "b", "b")
+    alone.hold(4 * MIB)
+    first.hold(2 * MIB)
+    second.hold(3 * MIB)
+    third.hold(2 * MIB)
+    assert [reply.is_ended for reply in (alone, first, second, third)] == [False, False, True, False]
+    assert replies.num_bytes == 8 * MIB
+    second.hold(-3 * MIB)
+    replies.close(second)
+    assert replies.num_bytes == 8 * MIB, "what an ended reply gives back was not counted any more"
+
+
+def test_slow_clients_go_first_and_small_replies_stay():
+    replies, (slow, large, small) = open_replies(10 * MIB, "a", "b", "c")
+    slow.begin_waiting(0, 0.0)
+    slow.note_read(1000, 10.0)
+    slow.hold(MIB)
+    small.hold(60_000)
+    large.hold(9 * MIB)
+    assert [reply.is_ended for reply in (slow, large, small)] == [True, False, False]
+    large.hold(MIB)
+    assert large.is_ended
+    assert not small.is_ended
+    assert replies.num_bytes == 60_000
+
+
+def test_a_client_that_begins_to_read_is_slow_no_longer():
+    _, (reply,) = open_replies(80 * MIB, "a")
+    reply.hold(11 * MIB)
+    reply.begin_waiting(0, 0.0)
+    reply.note_read(100_000, 10.0)
+    assert not reply.is_slow
+    reply.note_read(100_001, 15.0)
+    assert not reply.is_slow, "it has not had its time"
+    reply.note_read(100_001, 20.0)
+    assert reply.is_slow
+    assert reply.is_ended, "it holds more than an eighth"
+
+
+@pytest.mark.parametrize(
+    "logprobs", [None, [TokenLogprobs(9000, -1.0, tuple((9000 + i, -i / 7) for i in range(20)), b"word", (b"another",) * 20)]]
+)
+def test_what_an_output_takes_in_memory_is_known_within_a_third(logprobs):
+    decoder = msgspec.msgpack.Decoder(SequenceOutput)
+    message = msgspec.msgpack.encode(
+        SequenceOutput(request_id="r" * 32, index=0, text="word", token_ids=[9000], logprobs=logprobs)
+    )
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        kept = [decoder.decode(message) for _ in range(2000)]
+        taken = (tracemalloc.get_traced_memory()[0] - before) / len(kept)
+    finally:
+        tracemalloc.stop()
+    assert 0.67 * taken < measure(kept[0]) < 1.33 * taken
+
+
+@pytest.mark.parametrize("has_logprobs", [False, True])
+def test_what_was_read_counts_no_longer_though_more_always_waits(has_logprobs):
+    held = []
+
+    async def main() -> None:
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), hold=held.append)
+        logprobs = [TokenLogprobs(97, -1.0)] if has_logprobs else None
+        make = lambda: SequenceOutput(request_id="r", index=0, text="a", token_ids=[97], logprobs=logprobs)  # noqa: E731
+        for _ in range(3):
+            mailbox.put(make())
+        for _ in range(500):
+            mailbox.put(make())
+            await mailbox.get()
+        assert sum(held) < 5 * 1000
+        mailbox.put(make())
+        mailbox.put(make())
+        assert sum(held) > 0
+        mailbox.release()
+        assert sum(held) == 0
+
+    asyncio.run(main())

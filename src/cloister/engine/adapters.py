@@ -32,8 +32,11 @@ _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and
 class AdapterHost(Protocol):
     """Holds loaded adapters for the executor."""
 
-    def load(self, name: str, path: str) -> AdapterInfo:
+    def load(self, name: str, path: str, note_progress: Callable[[], None]) -> AdapterInfo:
         """Reads and loads an adapter; identical weights are loaded only once.
+
+        Args:
+            note_progress: called from time to time meanwhile, as long as it goes on.
 
         Raises:
             ModelError: the adapter cannot be used.
@@ -69,11 +72,17 @@ class AdapterRegister:
         """Adapters that requests can use."""
         return list(self._loaded.values())
 
-    def read(self, message: LoadAdapter | UnloadAdapter, used: Collection[str | None]) -> None:
+    def read(
+        self,
+        message: LoadAdapter | UnloadAdapter,
+        used: Collection[str | None],
+        note_progress: Callable[[], None] = lambda: None,
+    ) -> None:
         """Handles a call of the front between two steps; the reply is added to `replies`, now or later.
 
         Args:
             used: digests of the adapters of open requests.
+            note_progress: called from time to time while an adapter is loaded, as long as that goes on.
         """
         try:
             if self._host is None:
@@ -81,7 +90,7 @@ class AdapterRegister:
                     "this server's adapters are fixed; start it with --runtime-adapters", param="runtime_adapters"
                 )
             if isinstance(message, LoadAdapter):
-                self.replies.append(AdapterReply(message.call_id, self._load(message, self._host)))
+                self.replies.append(AdapterReply(message.call_id, self._load(message, self._host, note_progress)))
             else:
                 self._unload(message, used)
         except Exception as error:  # a bad adapter in this call must not end other requests
@@ -107,13 +116,13 @@ class AdapterRegister:
     def _is_loaded(self, digest: str) -> bool:
         return any(adapter.digest == digest for adapter in self._loaded.values())
 
-    def _load(self, message: LoadAdapter, host: AdapterHost) -> AdapterInfo:
+    def _load(self, message: LoadAdapter, host: AdapterHost, note_progress: Callable[[], None]) -> AdapterInfo:
         if message.name in self._loaded:
             raise InvalidRequestError(
                 "there is an adapter of this name already; unload it first, or choose another name", param="lora_name"
             )
         try:
-            adapter = host.load(message.name, message.path)
+            adapter = host.load(message.name, message.path, note_progress)
         except ModelError as error:  # caused by the request's adapter, not by the server's configuration
             raise InvalidRequestError(error.message, param="lora_path") from None
         self._loaded[adapter.name] = adapter

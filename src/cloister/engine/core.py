@@ -47,7 +47,7 @@ from cloister.types.events import (
     UnloadAdapter,
 )
 from cloister.types.logs import describe
-from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, ModelInfo
+from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, Grammar, ModelInfo
 from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
@@ -241,7 +241,7 @@ class EngineCore:
             raise EngineError(f"{MAX_FAILURES_IN_ROW} steps in a row failed")
         now = self._clock.now()
         for message in self.input_queue.take():
-            self._read(message, now)
+            self._read(message, now, emit)
         if self._scheduler.waiting_for_grammar:
             self._release_compiled(now)
         if self._encoding is not None and self._encoding.done:
@@ -295,7 +295,7 @@ class EngineCore:
     def _used_adapters(self) -> set[str | None]:
         return {state.request.adapter for state in self._scheduler.requests.values()}
 
-    def _read(self, message: FrontMessage, now: float) -> None:
+    def _read(self, message: FrontMessage, now: float, emit: Callable[[Outputs], None] | None) -> None:
         match message:
             case Submit():
                 self._admit(message, now)
@@ -317,7 +317,7 @@ class EngineCore:
             case LoadAdapter() | UnloadAdapter():
                 if self._ahead is not None:
                     self._ahead.pause()
-                self.adapters.read(message, self._used_adapters())
+                self.adapters.read(message, self._used_adapters(), self._make_heartbeat(emit, now))
             case InspectCache(call_id, scope, drop):
                 places = self._report_cache(scope, now)
                 if drop:
@@ -327,6 +327,19 @@ class EngineCore:
                 self._is_pinged = True
             case Shutdown(timeout_s):
                 self._drain_by_s = now + timeout_s
+
+    def _make_heartbeat(self, emit: Callable[[Outputs], None] | None, now: float) -> Callable[[], None]:
+        """Returns what is called while something goes on between two steps, such as a load from a slow disk: the front does not
+        take the engine for one that hangs."""
+        told_s = now
+
+        def beat() -> None:
+            nonlocal told_s
+            if emit is not None and self._clock.now() - told_s >= HEARTBEAT_S:
+                told_s = self._clock.now()
+                emit(Outputs([], []))
+
+        return beat
 
     def _lease_prefix(self, message: LeasePrefix, now: float) -> None:
         leases = self._scheduler.prefix_leases
@@ -382,7 +395,7 @@ class EngineCore:
             if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(grammar):
                 self._scheduler.release(state)
             elif is_late:
-                state.grammar_deadline_s = now + COMPILE_TIMEOUT_S
+                state.grammar_deadline_s = now + COMPILE_LOOK_S
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
         """Returns the step on the device, started here if none was, and the next one, planned meanwhile."""

@@ -116,6 +116,10 @@ class RequestObserver(Protocol):
         """Called with each event of the request, without its tokens, after `stats` was updated."""
         ...
 
+    def hold(self, num_bytes: int) -> None:
+        """Called with the change of the bytes of its outputs that nobody has read yet."""
+        ...
+
 
 class InFlightRequest:
     """One request that the engine has.

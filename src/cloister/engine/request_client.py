@@ -144,14 +144,18 @@ class RequestClient(ABC):
             InvalidRequestError: its id is in use, or its `n` is zero or too large.
             EngineError: the engine is not running (restarting or draining).
         """
-        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1)
+        hold = None if observer is None else observer.hold
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1, hold)
         self.submit(request, mailbox.put, observer)
         num_open = request.sampling.n
-        with self._watch_deadline(request):  # wakes every waiter
-            while num_open:
-                output = await mailbox.get()
-                num_open -= output.finish_reason is not None
-                yield output
+        try:
+            with self._watch_deadline(request):  # wakes every waiter
+                while num_open:
+                    output = await mailbox.get()
+                    num_open -= output.finish_reason is not None
+                    yield output
+        finally:
+            mailbox.release()
 
     async def follow(self, request: Request, sink: Sink) -> None:
         """Submits a request, calls `sink` with every output, and returns after the last one.

@@ -66,11 +66,11 @@ class AdapterSlots:
 
     Args:
         program: the program that uses them.
-        read: reads an adapter's directory (`models.adapters.read_adapter`).
+        read: reads an adapter's directory, and calls what it is given meanwhile (`models.adapters.read_adapter`).
         num_slots: maximum number of loaded adapters.
     """
 
-    def __init__(self, program: Program, read: Callable[[Path], Adapter], num_slots: int) -> None:
+    def __init__(self, program: Program, read: Callable[[Path, Callable[[], None]], Adapter], num_slots: int) -> None:
         self._program, self._read, self._num_slots = program, read, num_slots
         self._slots: dict[str, int] = {}
         self._links: dict[str, FloatArray] = {}
@@ -85,14 +85,17 @@ class AdapterSlots:
         """Digest -> what link tokens read, [num_links, hidden], of adapters that have some; changes too."""
         return self._links
 
-    def load(self, name: str, path: str) -> AdapterInfo:
+    def load(self, name: str, path: str, note_progress: Callable[[], None] = lambda: None) -> AdapterInfo:
         """Reads an adapter and loads it into a slot; identical weights are loaded only once.
+
+        Args:
+            note_progress: called from time to time meanwhile, as long as it goes on.
 
         Raises:
             ModelError: the adapter cannot be used.
             ConfigError: every slot is taken.
         """
-        adapter = self._read(Path(path).expanduser())
+        adapter = self._read(Path(path).expanduser(), note_progress)
         if adapter.digest not in self._slots:
             slot = self._free_slot()
             self._program.load_adapter(slot, adapter.weights)

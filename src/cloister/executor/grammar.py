@@ -7,6 +7,8 @@ token ids): a resumed sequence reads its tokens again, a forked one copies it.
 
 from __future__ import annotations
 
+import threading
+import time
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -18,7 +20,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.types.errors import CloisterError, InvalidRequestError
-from cloister.types.request import COMPILE_TIMEOUT_S, Grammar, SamplingParams
+from cloister.types.request import COMPILE_TIMEOUT_S, COMPILE_WALL_S, Grammar, SamplingParams
 
 MaskArray = npt.NDArray[np.uint32]
 
@@ -163,6 +165,55 @@ class GrammarState:
             self._mask = others
 
 
+class CompileTime:
+    """What one compilation has taken so far. Begun by the thread that compiles, read by another one.
+
+    Its processor time counts: on a machine with much other work a second of it may take a minute. Time by the clock has a limit
+    of its own, for a compilation that waits for something.
+    """
+
+    def __init__(self) -> None:
+        self._queued_s = time.monotonic()
+        self._clock: int | None = None
+        self._began_s = 0.0
+        self._began_cpu_s = 0.0
+
+    def begin(self) -> None:
+        """Called in the thread that begins to compile."""
+        if hasattr(time, "pthread_getcpuclockid"):  # not on every system
+            self._clock = time.pthread_getcpuclockid(threading.get_ident())
+        self._began_cpu_s = self._read_cpu_s()
+        self._began_s = time.monotonic()  # last: it says that the others are there
+
+    def restart(self) -> None:
+        """Forgets what it has taken: it was not the grammar's fault."""
+        self._queued_s = time.monotonic()
+        if self._began_s:
+            self._began_s, self._began_cpu_s = self._queued_s, self._read_cpu_s()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has begun, and has had its time."""
+        if not self._began_s:
+            return False
+        if time.monotonic() - self._began_s >= COMPILE_WALL_S:
+            return True
+        return self._read_cpu_s() - self._began_cpu_s >= COMPILE_TIMEOUT_S
+
+    @property
+    def has_waited(self) -> bool:
+        """Whether it has not begun, and has been queued for too long, whatever the reason."""
+        return not self._began_s and time.monotonic() - self._queued_s >= COMPILE_WALL_S
+
+    def _read_cpu_s(self) -> float:
+        if self._clock is None:
+            return time.monotonic()
+        try:
+            return time.clock_gettime(self._clock)
+        except OSError:  # the thread has ended, and with it the compilation
+            return self._began_cpu_s
+
+
 @dataclass(slots=True)
 class _Compiled:
     """A grammar of an open request.
@@ -170,11 +221,13 @@ class _Compiled:
     Attributes:
         owner: the object in its sampling parameters; this entry is dropped with it.
         job: compiles it; None while no thread is free.
+        taken: what that has taken.
         is_moved: it was queued for too long, and got another thread.
     """
 
     owner: weakref.ref[Grammar]
     job: Future[tuple[Matcher, MaskArray]] | None
+    taken: CompileTime
     objection: str | None = None
     is_moved: bool = False
 
@@ -219,21 +272,41 @@ class Grammars:
         return False
 
     def give_up(self, grammar: Grammar) -> bool:
-        """Gives up on a grammar: its sequences will fail. Another thread compiles the ones queued behind it.
+        """Gives up on a grammar that has had its time: its sequences will fail. Another thread compiles the ones queued behind
+        it.
 
-        Returns False if the delay is not the grammar's fault: while the vocabulary is read, and once if it was queued behind
-        another one.
+        Returns False if the delay is not the grammar's fault: while the vocabulary is read, while its thread gets too little
+        processor time, and once if it was queued behind another one.
         """
-        if not self._compiler.is_ready:
-            return False
         found = self._find(grammar)
+        if not self._compiler.is_ready:
+            found.taken.restart()
+            return False
         if found.job is None or found.job.done():
             return True
-        if found.job.cancel():
-            return self._move(found, grammar)
+        if not found.job.running():
+            if not (self._can_move(found) or found.taken.has_waited or self._is_blocked()):
+                return False
+            return found.job.cancel() and self._move(found, grammar)  # False: it has just begun
+        if not found.taken.is_over:
+            return False
         found.objection = TOO_SLOW
         self._leave([found.job])
         return True
+
+    def _can_move(self, found: _Compiled) -> bool:
+        """Whether a queued grammar may get a thread of its own."""
+        left = {id(job) for job in (*self._left, *self._running()) if not job.done()}
+        return not found.is_moved and len(left) < MAX_LEFT
+
+    def _is_blocked(self) -> bool:
+        """Whether what is compiled has had its time, so that those behind it wait for no busy machine."""
+        running = [found for found in list(self._compiled.values()) if found.job is not None and found.job.running()]
+        return bool(running) and all(found.taken.is_over for found in running)
+
+    def _running(self) -> list[Future[tuple[Matcher, MaskArray]]]:
+        known = [found.job for found in list(self._compiled.values()) if found.job is not None and not found.is_moved]
+        return [job for job in known if job.running() and job not in self._left]
 
     def _move(self, found: _Compiled, grammar: Grammar) -> bool:
         """Restarts jobs that have not begun, on a new thread; returns True if there is no thread for them, or was
@@ -241,9 +314,9 @@ class Grammars:
         if found.is_moved:
             found.objection = TOO_BUSY
             return True
-        known = [other.job for other in list(self._compiled.values()) if other.job is not None and not other.is_moved]
-        self._leave([job for job in known if job.running() and job not in self._left])
-        found.job, found.is_moved = self._start(grammar), True
+        self._leave(self._running())
+        found.taken = CompileTime()
+        found.job, found.is_moved = self._start(grammar, found.taken), True
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[tuple[Matcher, MaskArray]]]) -> None:
@@ -284,14 +357,16 @@ class Grammars:
         found = self._compiled.get(key)
         if found is None or found.owner() is not grammar or found.job is None:
             owner = weakref.ref(grammar, lambda gone: self._forget(key, gone))
-            found = self._compiled[key] = _Compiled(owner, self._start(grammar))
+            taken = CompileTime()
+            found = self._compiled[key] = _Compiled(owner, self._start(grammar, taken), taken)
         return found
 
-    def _start(self, grammar: Grammar) -> Future[tuple[Matcher, MaskArray]] | None:
+    def _start(self, grammar: Grammar, taken: CompileTime) -> Future[tuple[Matcher, MaskArray]] | None:
         self._left = [job for job in self._left if not job.done()]
-        return self._compiling.submit(self._compile, grammar) if len(self._left) < MAX_LEFT else None
+        return self._compiling.submit(self._compile, grammar, taken) if len(self._left) < MAX_LEFT else None
 
-    def _compile(self, grammar: Grammar) -> tuple[Matcher, MaskArray]:
+    def _compile(self, grammar: Grammar, taken: CompileTime) -> tuple[Matcher, MaskArray]:
+        taken.begin()
         try:
             matcher, mask = self._compiler.compile(grammar), np.zeros_like(self._eos)
             is_filled = matcher.fill(mask)

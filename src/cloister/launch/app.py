@@ -208,7 +208,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
 async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the first of several models, and the front that routes requests by model name."""
     from cloister.server.app import request_log, surround
-    from cloister.server.calls import HttpCalls
+    from cloister.server.calls import HttpCalls, count_unread
     from cloister.server.files.service import FileService
     from cloister.server.metrics import make_tenant_figures
     from cloister.server.model_switcher import ModelSwitch, ModelSwitcher, list_entry
@@ -235,7 +235,11 @@ async def open_model_switcher(settings: Settings, gate: Gate, announce: Callable
     switcher = ModelSwitcher(open_app, settings.engine.config.request_timeout_s, partial(freeze_gc_heap, thaw=True))
     calls = HttpCalls(
         lambda route, status: switcher.shown.count_reply(route, status) if switcher.shown is not None else None,
-        [*request_log(front, gate), *([tracer.write] if tracer is not None else [])],
+        [
+            *request_log(front, gate),
+            count_unread(lambda: None if switcher.shown is None else switcher.shown.count_unread()),
+            *([tracer.write] if tracer is not None else []),
+        ],
         make_tenant_figures(gate),
     )
     await switcher.begin(next(iter(settings.models)))

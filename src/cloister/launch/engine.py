@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,7 +28,7 @@ from cloister.launch.kept_files import kept_tokenizers, weights_cache
 from cloister.launch.kv_ranges import plan_ranges, read_most_mappings, takes_ranges
 from cloister.launch.loading import Loading
 from cloister.models import LoadedModel, embedded_names, load, locate, read_pooling
-from cloister.models.adapters import read_adapter
+from cloister.models.adapters import Adapter, read_adapter
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.speculation import Speculation
 from cloister.types.clock import Stopwatch
@@ -281,7 +280,11 @@ def _open_adapters(
         raise ConfigError(
             "this back end has no adapters; leave `lora` and `runtime_adapters` out, or compute on a CPU", param="lora"
         )
-    host = AdapterSlots(program, partial(read_adapter, spec=spec, max_rank=room.max_rank), room.num_slots)
+
+    def read(path: Path, note_progress: Callable[[], None]) -> Adapter:
+        return read_adapter(path, spec, max_rank=room.max_rank, note_progress=note_progress)
+
+    host = AdapterSlots(program, read, room.num_slots)
     loaded = [host.load(name, path) for name, path in room.given]
     return host, AdapterRegister(host if config.runtime_adapters else None, loaded)
 

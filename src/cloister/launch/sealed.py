@@ -89,7 +89,7 @@ def fit_workers(config: EngineConfig, front: ServerConfig) -> tuple[int, int]:
         ConfigError: none fits.
     """
     from cloister.cluster.sealed_unit import count_engines
-    from cloister.private.workers.front_app import WAITING_WORKERS
+    from cloister.private.workers.zygote import WAITING_WORKERS
     from cloister.server.serve import raise_file_limit
 
     is_in_unit = front.unit_members is not None or front.unit_port is not None

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -190,12 +190,13 @@ class Adapter:
     created_s: int = 0
 
 
-def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
+def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int, note_progress: Callable[[], None] = lambda: None) -> Adapter:
     """Reads an adapter's directory.
 
     Args:
         spec: of the model that it shall change.
         max_rank: memory is there for adapters up to it.
+        note_progress: called after each product that was read.
 
     Raises:
         ModelError: something is missing, damaged or not supported, or does not fit the model; the message names it.
@@ -214,6 +215,7 @@ def read_adapter(path: Path, spec: DecoderSpec, *, max_rank: int) -> Adapter:
     for module in sorted({module for module, _ in entries}):
         for target in _targets_of(module, targets):
             updates[target.product] = _update(module, target, entries, settings)
+            note_progress()
     if not updates:
         raise ModelError(f"{WEIGHTS_FILE} has no low-rank update; save the adapter again")
     return Adapter(AdapterWeights(updates), _digest(updates, links), links, _read_age(path))

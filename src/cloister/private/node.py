@@ -38,6 +38,7 @@ from cloister.private.unsealing import Opened, Unsealer, open_request
 from cloister.server.calls import OUTPUT_BUDGET
 from cloister.server.images import SIZE_CLASS_HOLDS
 from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.unread_replies import UNREAD_BYTES, UnreadReplies, attach_reply
 from cloister.trust.receipts import ReceiptError
 from cloister.trust.sealing import (
     FORMS,
@@ -77,6 +78,7 @@ class NodeConfig:
         profile: privacy profile of the node; receipts name it.
         body_ceiling_bytes: limit on the bytes of all concurrent requests, each counted from its first byte to the end of its
             response.
+        unread_bytes: most bytes of outputs of the engine that wait for the clients of all responses; one may have all of them.
     """
 
     shape: TrafficShape | None = None
@@ -86,6 +88,7 @@ class NodeConfig:
     max_request_bytes: int = MAX_REQUEST_BYTES
     body_timeout_s: float = BODY_TIMEOUT_S
     body_ceiling_bytes: int = BODY_CEILING_BYTES
+    unread_bytes: int = UNREAD_BYTES
 
 
 def node_app(
@@ -117,6 +120,7 @@ class _Node:
         self._unsealer = unsealer
         self._now = now
         self._budget = BodyBudget(max(config.body_ceiling_bytes, config.max_request_bytes))
+        self._unread = UnreadReplies(config.unread_bytes, config.unread_bytes)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         body = Body(scope, receive, self._config.max_request_bytes, self._config.body_timeout_s, self._budget)
@@ -184,13 +188,27 @@ class _Node:
         inner_scope = _scope_of(request)
         inner_scope["state"][OUTPUT_BUDGET] = budget
         try:
-            await self._inner(inner_scope, _receive_from(request.content), _send_to(reply, shaped, ending))
+            await self._run(inner_scope, _receive_from(request.content), _send_to(reply, shaped, ending))
         except Exception as error:
             if reply.writer.has_head:
                 raise
             _logger.error("the server inside failed before it answered (%s)", type(error).__name__)
             mistake = ProblemError(500, "The server made a mistake; please try again.")
             await _refuse(mistake, reply, shaped, ending)
+
+    async def _run(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Runs the server's application.
+
+        Raises:
+            TimeoutError: too many outputs of the engine wait because the client does not read.
+        """
+        async with asyncio.timeout(None) as running:
+            unread = self._unread.open("", lambda: running.reschedule(asyncio.get_running_loop().time()))
+            attach_reply(scope, unread)
+            try:
+                await self._inner(scope, receive, send)
+            finally:
+                self._unread.close(unread)
 
 
 def _read_request(message: bytes) -> HttpRequest | MessageError:

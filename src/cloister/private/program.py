@@ -17,6 +17,7 @@ from cloister.server.connection import ACCEPTS_AT_ONCE, Connection, PacedServer
 from cloister.server.load_shedding import ConnectionTable
 from cloister.server.serve import fit_connections
 from cloister.server.tls import HandshakeQueue
+from cloister.server.unread_replies import UnreadReplies
 
 MAX_CONNECTIONS = 2048
 LAST_WORDS_S = 5
@@ -62,6 +63,7 @@ def program_config(app: ASGIApp, *, tls_cert: Path | None = None, tls_key: Path 
 
     class Bounded(Connection):
         table = ConnectionTable(fit_connections(MAX_CONNECTIONS, files_each=2))  # one from the client, one to the next program
+        unread = UnreadReplies()
 
     config = uvicorn.Config(
         app,

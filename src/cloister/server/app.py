@@ -19,7 +19,7 @@ from starlette.types import ASGIApp
 
 from cloister.engine.request_client import RequestClient
 from cloister.policy import CountRelease, Gate, is_loopback
-from cloister.server.calls import CallListener, HttpCalls
+from cloister.server.calls import CallListener, HttpCalls, count_unread
 from cloister.server.conversation import ChatFormat
 from cloister.server.errors import INTERNAL, MethodError, error_body, error_headers, explain_absence, invalid
 from cloister.server.files.service import FileService
@@ -123,7 +123,7 @@ def create_app(
         open_decoding: begins to decode an image file in another process; None executes a program for it.
     """
     exposition = make_exposition(engine, gate, config.served_names)
-    calls = HttpCalls(exposition.count_reply, (*request_log(config, gate), *listeners), make_tenant_figures(gate))
+    calls = HttpCalls(exposition.count_reply, _listeners(exposition, config, gate, listeners), make_tenant_figures(gate))
     app: ASGIApp = create_routes(
         engine,
         tokenizer,
@@ -227,6 +227,12 @@ def surround(
     app = ErrorMiddleware(app, calls, PLAIN_PATHS, has_tls=config.certfile is not None)
     app = ErrorFormMiddleware(app, {MESSAGES_FOLDER: message_error, "/api": ollama_error})
     return V1PrefixMiddleware(LingeringMiddleware(app))
+
+
+def _listeners(
+    exposition: Exposition, config: ServerConfig, gate: Gate, others: Sequence[CallListener]
+) -> tuple[CallListener, ...]:
+    return (*request_log(config, gate), count_unread(exposition.count_unread), *others)
 
 
 def request_log(config: ServerConfig, gate: Gate) -> list[CallListener]:

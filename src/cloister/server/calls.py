@@ -20,6 +20,7 @@ from cloister.engine.in_flight import EngineStats
 from cloister.engine.request_client import RequestClient
 from cloister.policy.quotas import Account, Charge
 from cloister.server.metrics.tenants import TenantFigures
+from cloister.server.unread_replies import UnreadReply, reply_of
 from cloister.types.errors import InvalidRequestError
 from cloister.types.events import Ended, Event, Progressed, Stepped
 from cloister.types.logs import describe
@@ -47,6 +48,7 @@ class HttpCall:
         output_budget: output tokens that it may still request, from the blind token that paid for it; None for no limit.
         route: template of its route, `none` for an unknown route.
         engine_stats: by id of the engine's request.
+        unread: what is held of its reply; None if nothing bounds it.
     """
 
     method: str
@@ -62,6 +64,7 @@ class HttpCall:
     output_budget: int | None = None
     engine_stats: dict[str, EngineStats] = field(default_factory=dict)
     num_open: int = 0
+    unread: UnreadReply | None = None
 
     def sum(self, count: Callable[[EngineStats], int]) -> int:
         """Returns a count over all prompts of the call."""
@@ -72,6 +75,16 @@ CallListener = Callable[[HttpCall], None]
 """Called with each finished call, once its reply has ended and the engine has finished its work."""
 ReplyCounter = Callable[[str, int], None]
 """Called with (route template, status) of every reply, just before its end is sent."""
+
+
+def count_unread(count: Callable[[], None]) -> CallListener:
+    """Returns a listener that calls `count` for each call whose reply was ended because its client did not read it."""
+
+    def listen(call: HttpCall) -> None:
+        if call.unread is not None and call.unread.is_ended:
+            count()
+
+    return listen
 
 
 class HttpCalls:
@@ -106,6 +119,7 @@ class HttpCalls:
         )
         state = scope.setdefault("state", {})
         call.output_budget = state.get(OUTPUT_BUDGET)
+        call.unread = reply_of(scope)
         state["call"] = call
         return call
 
@@ -198,6 +212,11 @@ class PromptOfCall:
             self.calls.tenants.observe(event)
         if isinstance(event, Ended) and event.last:
             self.calls.finish_prompt(self, self.stats.num_prompt_tokens + self.stats.num_output_tokens)
+
+    def hold(self, num_bytes: int) -> None:
+        """Counts outputs that the reply has no room for yet."""
+        if self.call.unread is not None:
+            self.call.unread.queue(num_bytes)
 
 
 def fit_budget(request: Request, call: HttpCall) -> Request:

@@ -22,8 +22,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import get_remote_addr
 
 from cloister.server.errors import OverloadedError, error_body, error_headers, invalid
-from cloister.server.load_shedding import ConnectionTable, network_of
+from cloister.server.load_shedding import ConnectionTable, client_network, network_of
 from cloister.server.tls import HandshakeQueue, is_hello_whole
+from cloister.server.unread_replies import LAST_BYTES, UnreadReplies, UnreadReply, UnreadReplyError, attach_reply
 from cloister.types.errors import CloisterError
 
 _RESET: Final = struct.pack("ii", 1, 0)
@@ -40,6 +41,9 @@ UNREAD_TIMEOUT_S: Final = 60.0
 """How long a client may read nothing of a reply that waits for it."""
 PIECE_BYTES: Final = 64 * 1024
 """Largest part of a reply that is handed over at once; the next follows when the kernel has taken it."""
+UNSENT_BYTES: Final = 256 * 1024
+"""Bytes of a reply that the kernel takes before it can send them (TCP_NOTSENT_LOWAT, tcp(7)); else it takes up to 4 MB for each
+client that does not read. Those on their way come in addition, so that a fast and distant client gets its whole rate."""
 MAX_LINGERING: Final = 128
 """Maximum number of lingering refused connections; further ones are closed without a reply."""
 
@@ -54,6 +58,7 @@ class Connection(H11Protocol):
         table: table of the server's connections; a connection that does not fit gets 503. None is no limit.
         handshakes: TLS handshakes of the server; None for plain HTTP. They are done here, because a connection with asyncio's
             TLS is in no table until its handshake has ended.
+        unread: bound on what is held of replies that clients do not read; None is no bound.
     """
 
     request_timeout_s = REQUEST_TIMEOUT_S
@@ -61,6 +66,10 @@ class Connection(H11Protocol):
     unread_timeout_s = UNREAD_TIMEOUT_S
     table: ConnectionTable | None = None
     handshakes: HandshakeQueue | None = None
+    unread: UnreadReplies | None = None
+    _reply: UnreadReply | None = None
+    _num_sent_bytes = 0
+    _is_reset = False
     _num_lingering = 0
     _socket: asyncio.Transport
     _network = ""
@@ -75,7 +84,7 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.app = in_pieces(self.app)
+        self.app = self._in_pieces(self.app)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         self._socket = transport
@@ -97,6 +106,7 @@ class Connection(H11Protocol):
     def _reset(self) -> None:
         """Closes the connection so that nothing is left of it: the kernel would keep what the client does not read, up to
         4 MB, for as long as that one acknowledges its probes."""
+        self._is_reset = True
         with contextlib.suppress(OSError):
             self._socket.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._socket.abort()
@@ -219,6 +229,7 @@ class Connection(H11Protocol):
         super().connection_made(transport)
         for each in {transport, self._socket}:
             each.set_write_buffer_limits(high=1, low=0)  # so that writing pauses while anything is unread; 0 never resumes TLS
+        _limit_unsent(self._socket)
         if has_room:
             self._start_waiting()
         else:
@@ -286,6 +297,8 @@ class Connection(H11Protocol):
         if self._unread is None and self._count_unread():
             self._read_s = self.loop.time()
             self._num_unread_bytes = math.inf
+            if self._reply is not None:
+                self._reply.begin_waiting(self._count_read(), self._read_s)
             self._look_at_reading()
 
     def _look_at_reading(self) -> None:
@@ -294,6 +307,10 @@ class Connection(H11Protocol):
         num_bytes, now_s = self._count_unread(), self.loop.time()
         if not num_bytes:
             return
+        if self._reply is not None:
+            self._reply.note_read(self._count_read(), now_s)
+            if self._is_reset:
+                return
         num_bytes += _count_queued(self._socket)
         if num_bytes < self._num_unread_bytes:
             self._num_unread_bytes, self._read_s = num_bytes, now_s
@@ -305,6 +322,52 @@ class Connection(H11Protocol):
             return
         wait_s = min(self.unread_timeout_s / 20, self._read_s + self.unread_timeout_s - now_s)
         self._unread = self.loop.call_later(wait_s, self._look_at_reading)
+
+    def _count_read(self) -> int:
+        """Returns the bytes of the current reply that the client's machine has; about, as heads of parts are not counted."""
+        return self._num_sent_bytes - self._count_unread() - _count_queued(self._socket)
+
+    def _in_pieces(self, app: ASGIApp) -> ASGIApp:
+        """Returns an application whose replies leave in pieces, and whose last `send` returns when the kernel has taken the
+        reply.
+
+        So whatever an application holds for a request, such as a key's place among its concurrent requests, it holds until
+        then.
+        """
+
+        async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            if self.unread is None:
+                await app(scope, receive, _PiecewiseSend(self, send, None))
+                return
+            self._num_sent_bytes = 0
+            reply = self._reply = self.unread.open(client_network(scope), lambda: self._end_reply(reply))
+            attach_reply(scope, reply)
+            try:
+                await app(scope, receive, _PiecewiseSend(self, send, reply))
+            finally:
+                self.unread.close(reply)
+                if self._reply is reply:  # the next request on this connection may have begun
+                    self._reply = None
+
+        return run
+
+    def _end_reply(self, reply: UnreadReply) -> None:
+        """Ends a reply of which too much is held. A stream ends with an error behind what the client has not read, for which it
+        has the time of every reply; a body cannot say that it was cut, and its connection is reset."""
+        if reply.num_queued:
+            self.cycle.keep_alive = False  # its writes wait no longer, which those of another reply have to
+            self.flow.resume_writing()
+        else:
+            self._reset()
+
+    @property
+    def is_closing(self) -> bool:
+        """Whether what is sent from now on goes nowhere."""
+        return self.transport.is_closing()
+
+    def note_sent(self, num_bytes: int) -> None:
+        """Counts bytes of the current reply that were handed over."""
+        self._num_sent_bytes += num_bytes
 
 
 def _count_queued(transport: asyncio.Transport) -> int:
@@ -318,26 +381,69 @@ def _count_queued(transport: asyncio.Transport) -> int:
     return count[0]
 
 
-def in_pieces(app: ASGIApp) -> ASGIApp:
-    """Returns an application whose replies leave in pieces, and whose last `send` returns when the kernel has taken the reply.
+def _limit_unsent(transport: asyncio.Transport) -> None:
+    """Limits what the kernel takes and cannot send."""
+    option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
+    if option is not None:
+        with contextlib.suppress(OSError):  # a socket of another kind
+            transport.get_extra_info("socket").setsockopt(socket.IPPROTO_TCP, option, UNSENT_BYTES)
 
-    So whatever an application holds for a request, such as a key's place among its concurrent requests, it holds until then.
+
+class _PiecewiseSend:
+    """Hands a reply over piece by piece, and counts what is held of it.
+
+    Args:
+        reply: its account; None if nothing bounds it.
     """
 
-    async def run(scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_in_pieces(message: Message) -> None:
-            if message["type"] != "http.response.body":
-                await send(message)
-                return
-            body, is_last = message.get("body", b""), not message.get("more_body", False)
-            for start in range(0, len(body), PIECE_BYTES):
-                await send({"type": "http.response.body", "body": body[start : start + PIECE_BYTES], "more_body": True})
-            if is_last:  # by itself, because uvicorn waits for the kernel before it writes, not after
-                await send({"type": "http.response.body", "body": b"", "more_body": False})
+    __slots__ = ("_connection", "_held_bytes", "_left_bytes", "_reply", "_send", "_was_told")
 
-        await app(scope, receive, send_in_pieces)
+    def __init__(self, connection: Connection, send: Send, reply: UnreadReply | None) -> None:
+        self._connection = connection
+        self._send = send
+        self._reply = reply
+        self._was_told = False
+        self._left_bytes = LAST_BYTES
+        self._held_bytes = 0
 
-    return run
+    async def __call__(self, message: Message) -> None:
+        if message["type"] != "http.response.body":
+            await self._send(message)
+            return
+        body, is_last = message.get("body", b""), not message.get("more_body", False)
+        if self._reply is None:
+            await self._pass(body)
+        else:
+            self._check(self._reply, len(body))
+            self._reply.hold(len(body))
+            await self._pass(body)
+            self._reply.hold(-self._held_bytes)  # what was handed over before has left: uvicorn waits for the kernel
+            self._held_bytes = len(body)
+            self._check(self._reply, 0)
+        if is_last:  # by itself, because uvicorn waits for the kernel before it writes, not after
+            await self._send({"type": "http.response.body", "body": b"", "more_body": False})
+            if self._reply is not None:
+                self._reply.hold(-self._held_bytes)
+                self._held_bytes = 0
+
+    async def _pass(self, body: bytes) -> None:
+        for start in range(0, len(body), PIECE_BYTES):
+            if self._connection.is_closing:
+                await asyncio.sleep(0)  # for uvicorn to hear of it; else each further piece is a line in asyncio's log
+            piece = body[start : start + PIECE_BYTES]
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+            self._connection.note_sent(len(piece))
+
+    def _check(self, reply: UnreadReply, num_bytes: int) -> None:
+        """Raises UnreadReplyError once if the reply was ended; from then on it has room for an error."""
+        if not reply.is_ended or self._connection.is_closing:
+            return
+        if not self._was_told:
+            self._was_told = True
+            raise UnreadReplyError
+        self._left_bytes -= num_bytes
+        if self._left_bytes < 0:
+            raise UnreadReplyError
 
 
 # A listener that accepts a few connections per iteration of the event loop.

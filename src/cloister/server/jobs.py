@@ -155,6 +155,8 @@ def name_weights(fingerprint: str, adapter: str | None) -> str:
     return fingerprint if adapter is None else f"{fingerprint}-{adapter[:16]}"
 
 
+MAX_PUMPED: Final = 64
+"""Most outputs of several prompts that wait for the reply together; further ones wait where they are counted."""
 MAX_SIDE_BY_SIDE: Final = 64
 """Maximum concurrent requests of one job; thousands of texts for pooling must not fill the engine's queue."""
 
@@ -195,7 +197,7 @@ def _checked(job: GenerationJob, output: SequenceOutput) -> SequenceOutput:
 
 async def _side_by_side(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numbered, None]:
     requests, in_batches = job.requests, not job.stream
-    queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue()
+    queue: asyncio.Queue[Numbered | Exception | None] = asyncio.Queue(MAX_PUMPED)
     room = asyncio.Semaphore(MAX_SIDE_BY_SIDE)
     due_s = asyncio.get_running_loop().time() + requests[0].timeout_s
     tasks = [
@@ -235,10 +237,10 @@ async def _pump(
                 raise DeadlineError(TOO_LATE)
             async with aclosing(generate(msgspec.structs.replace(request, timeout_s=left_s), in_batches=in_batches)) as outputs:
                 async for output in outputs:
-                    queue.put_nowait((number, output))
-        queue.put_nowait(None)
+                    await queue.put((number, output))
+        await queue.put(None)
     except Exception as error:
-        queue.put_nowait(error)
+        await queue.put(error)
 
 
 def _without_answer(output: SequenceOutput) -> SequenceOutput:

@@ -46,6 +46,10 @@ class ResidentModel(Protocol):
         """Counts a reply in the model's metrics."""
         ...
 
+    def count_unread(self) -> None:
+        """Counts a reply that was ended unread there."""
+        ...
+
 
 Opener = Callable[[str], Awaitable[ResidentModel]]
 """Loads the model of that name; raises CloisterError on failure."""
@@ -219,6 +223,9 @@ class LoadedApp:
 
     def count_reply(self, route: str, status: int) -> None:
         self.exposition.count_reply(route, status)
+
+    def count_unread(self) -> None:
+        self.exposition.count_unread()
 
 
 def list_entry(name: str, root: str, model: ModelInfo | None = None) -> Model:

@@ -22,6 +22,7 @@ from cloister.server.connection import ACCEPTS_AT_ONCE, BACKLOG, Connection, Pac
 from cloister.server.load_shedding import ConnectionTable
 from cloister.server.reload import Reloader, WatchedFiles
 from cloister.server.tls import Certificate, HandshakeQueue
+from cloister.server.unread_replies import MIB, UnreadReplies
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
 
@@ -71,6 +72,7 @@ class Server(PacedServer):
     def __init__(self, server_app: ServerApp, config: ServerConfig, certificate: Certificate | None = None) -> None:
         class Bounded(Connection):
             table = ConnectionTable(config.max_connections)
+            unread = UnreadReplies(config.max_unread_mb * MIB)
             handshakes = HandshakeQueue(certificate.context) if certificate is not None else None
 
         super().__init__(

@@ -96,8 +96,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._rest):
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-            await send(_body(self._first))
             try:
+                await send(_body(self._first))
                 async for chunk in self._rest:
                     await send(_body(chunk))
             except Exception as error:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
 import secrets
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Final
@@ -15,9 +16,10 @@ from typing import Any, Final
 import tokenizers
 
 from cloister.text.detokenizer import Detokenizer
+from cloister.text.expressions import bound_text, has_given_up
 from cloister.text.gguf import TokenizerStore
 from cloister.text.source import open_source
-from cloister.text.spelling import TRAILING_SPACE, SpecialTokens, Spelling, read_spelling
+from cloister.text.spelling import SPLITS, TRAILING_SPACE, SpecialTokens, Spelling, read_spelling
 from cloister.text.token_bound import TokenBound
 from cloister.types.errors import InvalidRequestError, ModelError
 
@@ -109,6 +111,7 @@ class Tokenizer:
         self._making = threading.Lock()
         self._texts = self._read_texts(content, config) if defers else None
         self.vocab_size = _count_ids(self._tokenizer) if self._texts is None else len(self._texts)
+        self._most_chars = None if defers else bound_text(self._tokenizer, _known_expressions())
         self._adds_bos: bool | None = config.get("add_bos_token")
         self._adds_eos: bool | None = config.get("add_eos_token")
         self._token_bytes: dict[int, bytes] = {}
@@ -162,6 +165,7 @@ class Tokenizer:
         """
         if not _is_unicode(text):
             raise InvalidRequestError("text holds half of a surrogate pair; send valid Unicode")
+        self._check_length(len(text))
         is_framed = add_special_tokens and self._adds_bos is not False
         if not parse_special:
             ids = self._guarded.encode_plain(text, is_framed)
@@ -184,9 +188,17 @@ class Tokenizer:
         """
         if not (_is_unicode(first) and _is_unicode(second)):
             raise InvalidRequestError("text holds half of a surrogate pair; send valid Unicode")
+        self._check_length(len(first) + len(second))
         encoding = self._guarded.encode_pair(first, second)
         ids, types = encoding.ids, encoding.type_ids
         return ids, types.index(1) if 1 in types else len(ids)
+
+    def _check_length(self, num_chars: int) -> None:
+        if self._most_chars is not None and num_chars > self._most_chars:
+            raise InvalidRequestError(
+                f"this model's tokenizer takes the square of some texts, so one may have {self._most_chars:,} characters; send "
+                "a shorter one, or token ids"
+            )
 
     def least_tokens(self, text: str) -> int:
         """Returns a number of tokens that `encode` never falls below, with any of its options.
@@ -286,9 +298,10 @@ class _GuardedTokenizer:
 
     def encode_pair(self, first: str, second: str) -> tokenizers.Encoding:
         """Takes every letter of both texts as text."""
-        if len(first) + len(second) < LONG_TEXT_CHARS:  # as in `_encode`
-            return self._tokenizer.encode(first, second, add_special_tokens=True)
-        return self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
+        with _within_steps():
+            if len(first) + len(second) < LONG_TEXT_CHARS:  # as in `_encode`
+                return self._tokenizer.encode(first, second, add_special_tokens=True)
+            return self._tokenizer.encode_batch_fast([(first, second)], add_special_tokens=True)[0]
 
     def encode_marked(self, text: str, add_special_tokens: bool) -> list[int]:
         """Takes spellings of control tokens as such unless a mark is inside; the marks are no part of the text."""
@@ -298,9 +311,28 @@ class _GuardedTokenizer:
 
 def _encode(tokenizer: tokenizers.Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
     """Returns the ids of a text. Only batches leave the interpreter lock to others, but a short text is not worth a batch."""
-    if len(text) < LONG_TEXT_CHARS:
-        return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
-    return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+    with _within_steps():
+        if len(text) < LONG_TEXT_CHARS:
+            return tokenizer.encode(text, add_special_tokens=add_special_tokens).ids
+        return tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+
+
+@contextlib.contextmanager
+def _within_steps() -> Iterator[None]:
+    """Raises InvalidRequestError in place of the library's own error for an expression that takes too many steps."""
+    try:
+        yield
+    except BaseException as error:
+        if not has_given_up(error):
+            raise
+        raise InvalidRequestError(
+            "this model's tokenizer gives up on this text, as one of its expressions takes too many steps; send another one"
+        ) from None
+
+
+def _known_expressions() -> frozenset[str]:
+    """Returns expressions whose time grows as a text (tests/text/test_growth.py)."""
+    return frozenset(expression for split in SPLITS.values() for expression in split.patterns) | {TRAILING_SPACE}
 
 
 def _build(

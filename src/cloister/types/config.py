@@ -328,6 +328,11 @@ class ServerConfig:
     max_n: int = setting(64, "Most sequences (`n`) that one request may ask for.", low=1)
     page: bool = setting(True, "Serve the web page at `/`.")
     max_connections: int = setting(2048, "Most connections at once; a further one replaces an idle one, or gets 503.", low=1)
+    max_unread_mb: int = setting(
+        512,
+        "Most MiB of replies held for clients that have not read them, an eighth of it for one; beyond it the slowest end.",
+        low=16,
+    )
     allowed_origins: str | None = setting(
         None, "Origins of other web pages that may use the API (CORS), comma-separated, or *; unset, none."
     )

@@ -14,8 +14,12 @@ from cloister.types.images import ImageTile
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
 COMPILE_TIMEOUT_S: Final = 5.0
-"""Timeout for compiling a grammar. After it, its requests fail with the reason, and its compiling thread is abandoned and
-replaced."""
+"""Processor time for compiling a grammar. After it, its requests fail with the reason, and its compiling thread is abandoned
+and replaced."""
+COMPILE_WALL_S: Final = 60.0
+"""The same by the clock, for a thread that waits for something, or gets next to no processor time."""
+COMPILE_LOOK_S: Final = 1.0
+"""After as many seconds as `COMPILE_TIMEOUT_S`, how often it is looked whether a grammar has had its time."""
 
 
 class GrammarKind(StrEnum):

@@ -32,8 +32,8 @@ GROUPS: Final[Mapping[str, tuple[str, ...]]] = {
         "profile", "api_keys", "oidc", "cache_scopes", "release_prefixes", "keep_responses", "files", "files_key", "files_mb",
     ),
     "network": (
-        "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_request_kb", "max_images",
-        "remote_images", "drain_timeout_s", "strict_fields",
+        "host", "port", "certfile", "keyfile", "allowed_origins", "page", "max_connections", "max_unread_mb", "max_request_kb",
+        "max_images", "remote_images", "drain_timeout_s", "strict_fields",
     ),
     "observability": ("log_format", "log_requests", "log_clients", "otlp_endpoint"),
     "sealed": (

@@ -241,7 +241,7 @@ def list_adapters(count: int) -> str:
     return ",".join(f"{name_of(number)}={number}" for number in range(1, count + 1))
 
 
-def _read_adapter(path: Path) -> Adapter:
+def _read_adapter(path: Path, _: Callable[[], None]) -> Adapter:
     return Adapter(make_adapter(int(path.name)), digest_of(int(path.name)))
 
 

@@ -19,6 +19,7 @@ from cloister.private.peers import check_gateway
 from cloister.private.serving import File, Post, handlers
 from cloister.private.workers.metrics import CONTENT_TYPE, Figures
 from cloister.private.workers.worker_pool import WorkerFront, WorkerPool
+from cloister.private.workers.zygote import WAITING_WORKERS
 from cloister.trust.sealing import KEYS_MEDIA_TYPE
 
 WORKER_ENTRY: Final = "cloister.private.workers.worker:build_worker"
@@ -26,8 +27,6 @@ STALLED: Final = "requests wait and the engine makes no progress; it is replaced
 """Why a node is unavailable while its processes run. The engine's own message contains request counts."""
 SILENT: Final = "the key service does not answer; restart the node if that goes on"
 """Why a node is unavailable whose key service hangs: no request is opened, and a new key gets no evidence."""
-WAITING_WORKERS: Final = 64
-"""Number of workers that may wait for the engine, in addition to those whose sequences run."""
 
 
 def worker_node_app(

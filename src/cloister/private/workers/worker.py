@@ -26,8 +26,9 @@ from cloister.private.workers.channel_broker import ChannelSource
 from cloister.private.workers.image_decoder import ForkedDecoder
 from cloister.private.workers.key_service_client import RemoteUnsealer
 from cloister.private.workers.wire import BodyPiece, Gone, Head, frame, from_asgi, receive_for_worker, to_scope
-from cloister.private.workers.zygote import ZygoteBoot
+from cloister.private.workers.zygote import WAITING_WORKERS, ZygoteBoot
 from cloister.server.app import create_app
+from cloister.server.unread_replies import MIB
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.trust import hardening
 from cloister.trust.sealing import (
@@ -46,6 +47,8 @@ from cloister.trust.sealing import (
 from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
+LEAST_UNREAD_BYTES: Final = 4 * MIB
+"""Some 11,000 tokens, or 1,100 with 20 log-probabilities each, beyond what the sockets on the way take."""
 _REHEARSED = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
     ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),
@@ -176,11 +179,18 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
             transport.attach(partial(channels.open, index))
         await engine.start()
 
-    config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile))
+    config = NodeConfig(shape=boot.shape, profile=str(boot.engine.profile), unread_bytes=_share_unread(boot))
     node = node_app(inner, config, unsealer, Lifespan(None))
     receiver = Receiver(KeyRing(0.0), ReplayCache(NODE_KEY_LIFE_S))
     rehearsal = node_app(inner, config, LocalUnsealer(receiver, lambda: 0.0), Lifespan(None))
     return NodeServing(node, link, unsealer, rehearsal, receiver.ring.current.configuration, _close, decoder)
+
+
+def _share_unread(boot: ZygoteBoot) -> int:
+    """Returns a worker's share of the bytes that all workers may hold for clients that read nothing; at least what an honest
+    one needs in a pause of a minute."""
+    num_workers = count_engines(boot.server) * boot.engine.max_num_seqs + WAITING_WORKERS
+    return max(LEAST_UNREAD_BYTES, boot.server.max_unread_mb * MIB // num_workers)
 
 
 def _make_transports(boot: ZygoteBoot) -> Iterator[SealedWorkerTransport]:

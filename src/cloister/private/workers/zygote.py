@@ -36,6 +36,8 @@ ENGINE_LISTENER, CARRIER, KEY_SERVICE_LISTENER, WORK = b"e", b"c", b"s", b"w"
 machine (`engine_listener`), the key service's, and an exchange to serve."""
 TAKEN: Final = b"+"
 """The reply to `WORK`; a listener gets none."""
+WAITING_WORKERS: Final = 64
+"""Number of workers that may wait for the engine, in addition to those whose sequences run."""
 LIFE_MARGIN_S: Final = 120
 """Grace period of a worker beyond the deadline of its request."""
 

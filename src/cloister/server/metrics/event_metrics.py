@@ -265,6 +265,7 @@ class Metrics:
         self._sums = dict.fromkeys(_COUNTERS, 0)
         self._ended: Counter[tuple[str, ...]] = Counter({(reason.value,): 0 for reason in FinishReason})
         self._replies: Counter[tuple[str, ...]] = Counter()
+        self._num_unread = 0
         self._blocks: dict[str, int] = {}  # by state; unknown before the first step
         self._queue = Histogram("cloister_request_queue_time_seconds", "Arrival to first slot.", _QUEUE_S)
         self._ttft = Histogram("cloister_time_to_first_token_seconds", "Arrival to first token.", _FIRST_TOKEN_S)
@@ -315,6 +316,10 @@ class Metrics:
         """Records the outcome of one HTTP request."""
         self._replies[route, str(status)] += 1
 
+    def count_unread(self) -> None:
+        """Records that a reply was ended because its client did not read it."""
+        self._num_unread += 1
+
     def render(self, *, for_operator: bool = True) -> bytes:
         """Returns all metrics in the Prometheus text format; those of single replicas for operators only."""
         return generate_latest(self if for_operator else _ForUsers(self))
@@ -334,6 +339,9 @@ class Metrics:
             yield CounterMetricFamily(f"cloister_{name}", text, value=self._sums[name])
         yield _counters("request_success", "Sequences that ended, by reason.", ("finished_reason",), self._ended)
         yield _counters("http_replies", "HTTP replies, by route and status.", ("route", "status"), self._replies)
+        yield CounterMetricFamily(
+            "cloister_unread_replies_ended", "Replies ended because their clients read too little.", value=self._num_unread
+        )
         for histogram in (self._queue, self._ttft, self._gaps, self._whole, self._prefill, self._decode):
             yield histogram.family()
         for histogram in (self._prompts, self._answers, self._step_s, self._step_tokens):

@@ -166,6 +166,10 @@ class Exposition(Protocol):
         """Records the outcome of one HTTP request; `route` is the template, never the path."""
         ...
 
+    def count_unread(self) -> None:
+        """Records that a reply was ended because its client did not read it."""
+        ...
+
     def render(self, *, for_operator: bool = True) -> bytes:
         """Returns the metrics in the Prometheus text format; those of single replicas, and of what tiers hold, for operators
         only."""
@@ -200,6 +204,9 @@ class ReleasedCounts:
 
     def count_reply(self, route: str, status: int) -> None:
         """Does nothing: refusals are not among the releasable counts."""
+
+    def count_unread(self) -> None:
+        """Does nothing, for the same reason."""
 
     def render(self, *, for_operator: bool = True) -> bytes:
         """Returns the sums as they were last released."""

@@ -104,6 +104,11 @@ class RecordedMetrics:
         self._close_periods()
         self._metrics.count_reply(route, status)
 
+    def count_unread(self) -> None:
+        """Records that a reply was ended because its client did not read it."""
+        self._close_periods()
+        self._metrics.count_unread()
+
     def render(self, *, for_operator: bool = True) -> bytes:
         """Returns all current metrics in the Prometheus text format, as `Exposition.render`."""
         self._close_periods()
