@@ -202,7 +202,10 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
 def _on_signals(stop: Callable[[int], None], reload: Callable[[], None]) -> Iterator[None]:
     """Registers callbacks for SIGTERM and SIGINT, and for SIGHUP; does nothing outside the main thread."""
     loop = asyncio.get_running_loop()
-    callbacks = {**{number: partial(stop, number) for number in _STOP_SIGNALS}, signal.SIGHUP: reload}
+    callbacks: dict[int, Callable[[], None]] = {
+        **{number: partial(stop, number) for number in _STOP_SIGNALS},
+        signal.SIGHUP: reload,
+    }
     signals = callbacks if threading.current_thread() is threading.main_thread() else {}
     for number, callback in signals.items():
         loop.add_signal_handler(number, callback)
