@@ -157,6 +157,17 @@ def test_memory_that_the_system_refuses_is_said_in_a_line_and_fails_the_doctors_
     assert (status, said) == (1, f"error: {OUT_OF_MEMORY}\n")
 
 
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("/lib/x.so: failed to map segment from shared object")], ids=str)
+def test_memory_that_is_refused_while_the_command_line_is_imported_is_a_line_too(error, monkeypatch):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr("cloister.cli._run", refuse)
+    with pytest.raises(SystemExit) as caught:
+        main(["chat"])
+    assert caught.value.code == f"error: {OUT_OF_MEMORY}"  # Python prints it to standard error, and exits with 1
+
+
 def test_the_doctor_names_the_kernels_that_this_cpu_runs():
     check = doctor.check_kernels(needed=True)
     assert check.good
