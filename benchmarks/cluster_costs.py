@@ -443,7 +443,7 @@ def main() -> int:
     profile = StepProfile(
         num_threads=options.num_threads, num_blocks=costs.num_blocks, block_size=BLOCK_SIZE, max_model_len=2 * MAX_LEN,
         max_num_seqs=64, step_s=0.0, token_s=0.0, delay_s=costs.delay_s, entry_s=0.0, entry_bytes=costs.entry_bytes,
-        load_s=costs.load_s, **asdict(costs.links), **asdict(costs.steps),
+        load_s=costs.load_s, model=options.model, **asdict(costs.links), **asdict(costs.steps),
     )  # fmt: skip
     options.output.write_bytes(msgspec.json.format(msgspec.json.encode(profile), indent=2) + b"\n")
     return 0

@@ -459,7 +459,7 @@ def _spread(run: Summary, latency: str, percentile: str) -> float:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=(MOONCAKE, AZURE))
     parser.add_argument("--models", default=",".join(SCALES), help="with commas")
     parser.add_argument("--routers", default=",".join(ROUTERS.names()), help="with commas")
     parser.add_argument("--seconds", type=float, default=3.5, help="of each run, until the last request is sent")

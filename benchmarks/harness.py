@@ -8,6 +8,7 @@ import platform
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +30,37 @@ MOONCAKE = "mooncake_fast25_conversation.jsonl.gz"
 console = Console()
 
 
-def make_parser(about: str | None) -> argparse.ArgumentParser:
-    """Returns a parser of the options that every benchmark has."""
+def make_parser(about: str | None, traces: Sequence[str] | None = None) -> argparse.ArgumentParser:
+    """Returns a parser of the options that every benchmark has.
+
+    Args:
+        traces: files that the benchmark reads; it refuses a folder without them before it measures anything. None: it has no
+            option `--traces`.
+    """
     summary = (about or "").split("\n\n", 1)[0]
     parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=ROOT.parent / "shared" / "traces", help="folder of the traces")
+    if traces is not None:
+        # a default that is text is checked too
+        folder = str(ROOT.parent / "shared" / "traces")
+        parser.add_argument("--traces", type=partial(find_traces, names=traces), default=folder, help="folder of the traces")
     parser.add_argument("--output", type=Path, default=ROOT / "benchmarks" / "results", help="folder for the JSON")
     parser.add_argument("--seed", type=int, default=0, help="of everything that is drawn")
     parser.add_argument("--num-threads", type=int, default=None, help="threads of the engine; unset, all that it may use")
     return parser
+
+
+def find_traces(folder: str, names: Sequence[str]) -> Path:
+    """Returns a folder that has these traces.
+
+    Raises:
+        argparse.ArgumentTypeError: it lacks one.
+    """
+    for name in names:
+        if not (Path(folder) / name).is_file():
+            raise argparse.ArgumentTypeError(
+                f"no trace file at {Path(folder) / name}; name the folder that has it (docs/bench.md says where it is from)"
+            )
+    return Path(folder)
 
 
 def open_engine(options: argparse.Namespace, **settings: object) -> EngineCore:

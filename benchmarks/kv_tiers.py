@@ -285,7 +285,7 @@ async def measure(options: argparse.Namespace, bench: Bench) -> None:
 
 def main() -> int:
     """Reads the arguments."""
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=())
     parser.add_argument("--model", default="cloister-5m")
     parser.add_argument("--quant", default="none")
     parser.add_argument("--conversations", type=int, default=24)
@@ -296,6 +296,8 @@ def main() -> int:
     parser.add_argument("--once", type=int, default=400, help="prompts that come once; 0: none")
     parser.add_argument("--directory", default=None)
     options = parser.parse_args()
+    if options.trace is not None and not (options.traces / MOONCAKE).is_file():
+        parser.error(f"no trace file at {options.traces / MOONCAKE}; name its folder with --traces")
     bench = Bench(
         "kv_tiers" if options.trace is None else f"kv_tiers_{options.trace}",
         "Later turns of conversations ten times as large as the device's KV memory",

@@ -13,7 +13,7 @@ from dataclasses import asdict
 
 import numpy as np
 
-from benchmarks.harness import CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, open_engine, read_azure
+from benchmarks.harness import AZURE, CONTEXT_TOKENS, Bench, find_scale, make_parser, make_progress, open_engine, read_azure
 from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, drive, make_requests
 from cloister.bench.recorder import EventRecorder
@@ -33,7 +33,7 @@ RUNS = {"static": ("static", EAGER), "fcfs": ("fcfs", EAGER), "fcfs, stall-free"
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=(AZURE,))
     parser.add_argument("--num-requests", type=int, default=480, help="requests with heavy-tailed answers")
     parser.add_argument("--num-azure", type=int, default=96, help="requests with Azure lengths")
     options = parser.parse_args()

@@ -284,7 +284,7 @@ def plot(found: Found, cases: Sequence[Case]) -> None:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=(BURSTY,))
     parser.add_argument("--num-requests", type=int, default=800, help="requests of each load")
     parser.add_argument("--slowness", type=float, default=20.0, help="steps take so many times as long as the embedded model's")
     parser.add_argument("--costs", type=Path, help="results of an earlier run, whose measured costs are used")

@@ -41,7 +41,7 @@ class Timing:
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=(MOONCAKE,))
     parser.add_argument("--num-requests", type=int, default=500, help="requests on the real engine")
     parser.add_argument("--num-pure", type=int, default=None, help="requests through the pure cache; unset, the whole trace")
     options = parser.parse_args()

@@ -31,7 +31,7 @@ CLASSIFIERS = ("trees", "network")
 
 
 def main() -> int:
-    parser = make_parser(__doc__)
+    parser = make_parser(__doc__, traces=())
     parser.add_argument("what", choices=("record", "capture", "judge", "leak"))
     parser.add_argument(
         "--kept",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import random
+import re
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from cloister.bench.placement import predict, rank
-from cloister.bench.report import LatencyObjective
+from cloister.bench.report import LatencyObjective, Summary
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cli import main
 from cloister.cluster.virtual.placement import ReplicaPlacement, StepProfile, list_placements
@@ -89,6 +91,19 @@ def test_the_best_placement_is_a_command_that_can_be_run() -> None:
     split = ReplicaPlacement(PROFILE, ("prefill", "decode", "decode"))
     flags = "--replicas 3 --num-threads 1 --prefill 1 --decode 2 --kv-transfer shm --router least_load"
     assert split.flags("least_load") == flags
+    of_model = ReplicaPlacement(msgspec.structs.replace(PROFILE, model="smollm2-135m:int8"), ("mixed",))
+    assert of_model.flags("least_load") == "smollm2-135m --quant int8 --replicas 1 --num-threads 1"
+
+
+def summary(placement: ReplicaPlacement, goodput_rps: float, share: float) -> Summary:
+    found = predict(placement, make_work(**SHORT | {"num": 1}), LatencyObjective(1.0, None), "least_load")  # type: ignore[arg-type]
+    return dataclasses.replace(found, goodput_rps=goodput_rps, slo_share=share)
+
+
+def test_placements_are_ranked_by_the_goodput_that_is_shown() -> None:
+    first, second, third = list_placements([PROFILE], 2)[:3]
+    pairs = [(first, summary(first, 1.2, 1.0)), (second, summary(second, 1.4, 0.9)), (third, summary(third, 0.0, 0.0))]
+    assert [each for each, _ in rank(pairs)] == [second, first, third]
 
 
 def run(capsys: pytest.CaptureFixture[str], *args: str) -> tuple[object, str, str]:
@@ -110,10 +125,36 @@ def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, cap
     status, out, err = run(capsys, *given, "--slo-ttft-ms", "100")
     assert status == 0, err
     assert out.splitlines()[-1] == f"cloister serve {ranked[0]['flags']}"
+    assert "name it: cloister serve MODEL" in err
+    status, out, err = run(capsys, *given, "--slo-ttft-ms", "0.001")
+    assert status == 1
+    assert "cloister serve" not in out
+    assert "no placement keeps the limits for any request" in err
+    wrong = run(capsys, "--profile", "/nowhere.json", "--threads", "2", "--trace", "/nowhere.jsonl")[2]
+    for part in ("3 settings are wrong", "goodput needs a limit", "cannot read /nowhere.json", "/nowhere.jsonl"):
+        assert part in wrong
     assert "goodput needs a limit; give --slo-ttft-ms" in run(capsys, *given)[2]
     assert "unknown router" in run(capsys, *given, "--slo-ttft-ms", "9", "--router", "nearest")[2]
     trace = tmp_path / "texts.jsonl"
     trace.write_text('{"prompt": "hello", "output_length": 4}\n')
     assert "give one with lengths" in run(capsys, *given, "--slo-ttft-ms", "9", "--trace", str(trace))[2]
+    path.write_bytes(msgspec.json.encode(msgspec.structs.replace(PROFILE, model="cloister-5m")))
+    _, out, err = run(capsys, *given, "--slo-ttft-ms", "100")
+    assert out.splitlines()[-1].startswith("cloister serve cloister-5m --replicas ")
+    assert err == ""
     path.write_text('{"num_threads": 1}')
     assert "is no profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]
+
+
+def test_a_long_search_says_how_long_it_will_take(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "profile.json"
+    path.write_bytes(msgspec.json.encode(PROFILE))
+    monkeypatch.setattr("cloister.cli.plan.TOLD_AFTER_S", 0.0)
+    load = ["--input-tokens", "40", "--output-tokens", "4", "--num-requests", "2", "--rate", "50", "--slo-ttft-ms", "100"]
+    assert "placements" not in run(capsys, "--profile", str(path), "--threads", "2", *load)[2]
+    monkeypatch.setattr("cloister.cli.plan.LONG_S", 0.0)
+    err = run(capsys, "--profile", str(path), "--threads", "2", *load)[2]
+    assert re.search(r"^4 placements; some \d+ s more", err, re.MULTILINE)
+    assert err.count("placements") == 1

@@ -1,5 +1,6 @@
 """The command line as a person meets it."""
 
+import errno
 import json
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import pytest
 from cloister.cli import doctor, main
 from cloister.cli.reference import write_reference
 from cloister.engine.machine import Machine
+from cloister.types.errors import OUT_OF_MEMORY, MemoryBudgetError
 from tests.encoder_factory import make_encoder
 
 ROOT = Path(__file__).parents[2]
@@ -127,6 +129,41 @@ def test_the_doctor_says_what_to_do_where_something_essential_fails(capsys):
     assert report["good"] is False
     assert model["good"] is False
     assert "no model" in model["advice"]
+
+
+REFUSED_MEMORY = (
+    MemoryError(),
+    OSError(errno.ENOMEM, "Cannot allocate memory"),
+    ImportError("/lib/x.so: failed to map segment from shared object"),
+    MemoryBudgetError(OUT_OF_MEMORY),
+)
+
+
+@pytest.mark.parametrize("error", REFUSED_MEMORY, ids=lambda error: type(error).__name__)
+def test_memory_that_the_system_refuses_is_said_in_a_line_and_fails_the_doctors_check_of_memory(error, capsys, monkeypatch):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr(doctor, "check_cpus", refuse)
+    status, out, _ = run(capsys, "doctor", "--no-hub", "--json")
+    assert status == 1
+    assert json.loads(out)["checks"][-1]["name"] == "memory"
+    assert json.loads(out)["checks"][-1]["advice"] == OUT_OF_MEMORY
+    monkeypatch.setattr(doctor, "examine", refuse)
+    monkeypatch.setattr(doctor, "lacks_memory", lambda _: False)  # so that it reaches the command line
+    status, _, said = run(capsys, "doctor", "--no-hub")
+    assert (status, said) == (1, f"error: {OUT_OF_MEMORY}\n")
+
+
+@pytest.mark.parametrize("error", [MemoryError(), ImportError("/lib/x.so: failed to map segment from shared object")], ids=str)
+def test_memory_that_is_refused_while_the_command_line_is_imported_is_a_line_too(error, monkeypatch):
+    def refuse(*_):
+        raise error
+
+    monkeypatch.setattr("cloister.cli._run", refuse)
+    with pytest.raises(SystemExit) as caught:
+        main(["chat"])
+    assert caught.value.code == f"error: {OUT_OF_MEMORY}"  # Python prints it to standard error, and exits with 1
 
 
 def test_the_doctor_names_the_kernels_that_this_cpu_runs():

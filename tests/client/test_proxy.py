@@ -12,7 +12,9 @@ import anyio
 import httpx
 import openai
 import pytest
+from starlette.types import ASGIApp
 
+from cloister.cli.proxy import _serve as serve_proxy
 from cloister.client import AsyncSealedTransport, Session
 from cloister.client.proxy import Proxy, proxy_app
 from cloister.client.receipts import ReceiptFolder
@@ -70,6 +72,23 @@ def test_what_was_verified_is_told_once_for_each_epoch(local: Local, client: htt
     assert sum(line.startswith("Epoch ") for line in local.told) == 1
     assert sum(line.startswith("Node ") for line in local.told) == 2
     assert any("NOT PROVED" in line and "no hardware" in line for line in local.told)
+
+
+@pytest.mark.parametrize("accept", [False, True])
+def test_the_last_line_says_whether_every_request_will_be_refused(
+    cloud: LoopbackCloud, accept: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    apps: list[ASGIApp] = []
+    monkeypatch.setattr("cloister.private.program.run_program", lambda app, listener: apps.append(app) or listener.close() or 0)
+    session = cloud.session(policy=AttestationPolicy(accept_software=accept))
+    assert serve_proxy(session, "127.0.0.1", 0) == 0
+    *_, before, last = capsys.readouterr().out.splitlines()
+    if accept:
+        assert last.startswith("Serving on ")
+    else:
+        assert before.startswith("Serving on ")
+        assert last.startswith("No node is acceptable: every request will be refused, and nothing is sent.")
+    assert len(apps) == 1
 
 
 def test_nothing_that_was_asked_is_told(local: Local, client: httpx.Client) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -50,10 +51,11 @@ def left_over() -> set[Path]:
 
 def test_every_answer_is_that_of_one_engine_alone_though_a_raylet_is_killed() -> None:
     before = left_over()
-    demo = [sys.executable, "-m", "benchmarks.cluster_demo", "--requests", "64", "--max-tokens", "100"]
+    demo = [sys.executable, "-m", "benchmarks.cluster_demo", "--requests", "32", "--max-tokens", "8"]
     ended = subprocess.run(demo, cwd=ROOT, capture_output=True, text=True, timeout=500, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr
-    assert "64 answered, 64 as one engine alone, 0 lost" in ended.stdout
+    assert re.search(r"; [1-9]\d* answers went on in another one", ended.stdout), ended.stdout  # though the load is short
+    assert re.search(r"(\d+) requests in \S+ s: \1 answered, \1 as one engine alone, 0 lost", ended.stdout), ended.stdout
     assert left_over() == before
 
 

@@ -270,6 +270,10 @@ def build_exiting(config: EngineConfig) -> EngineCore:
     os._exit(3)
 
 
+def build_without_memory(config: EngineConfig) -> EngineCore:
+    raise MemoryError
+
+
 def build_once(config: EngineConfig) -> EngineCore:
     """A replica that starts the first time only."""
     mark = Path(config.model) / "started"

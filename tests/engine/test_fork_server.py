@@ -307,6 +307,7 @@ def test_an_engine_with_threads_is_served_without_a_fork(model_path: Path, caplo
     ("entry", "kind", "text"),
     [
         ("build_refusing", MemoryBudgetError, "--max-model-len 7"),
+        ("build_without_memory", MemoryBudgetError, "the system refuses this process more memory"),
         ("build_broken", EngineError, "RuntimeError"),
         ("build_killed", EngineError, r"killed by signal 9 \(SIGKILL\) while it started; memory may have run out"),
         ("build_exiting", EngineError, "ended with exit status 3 while it started; the log may say why"),

@@ -107,6 +107,14 @@ def test_a_file_cut_short_is_called_damaged(path: Path, num_bytes: int) -> None:
         load(path)
 
 
+def test_a_file_that_the_system_does_not_let_read_is_not_called_damaged(path: Path) -> None:
+    file = path / "model.safetensors"
+    file.unlink()
+    file.mkdir()
+    with pytest.raises(ModelError, match=r"model\.safetensors cannot be read: Is a directory"):
+        load(path)
+
+
 def test_a_header_that_reaches_past_the_file_is_called_damaged(path: Path) -> None:
     header = json.dumps({"a": {"dtype": "F32", "shape": [4], "data_offsets": [4, 20]}}).encode()
     (path / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(16))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import struct
 import time
 import tracemalloc
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from cloister.models import load
 from cloister.text import ChatTemplate, Tokenizer
-from cloister.types.errors import CloisterError, ModelError
+from cloister.types.errors import CloisterError, MemoryBudgetError, ModelError
 from cloister.types.gguf import read_gguf
 from tests.gguf_factory import make_gguf
 from tests.thinning import examples
@@ -171,3 +172,18 @@ def test_any_damage_to_the_head_is_harmless(good: Path, data: st.DataObject) -> 
     file = good.parent / "damaged.gguf"
     file.write_bytes(content)
     assert "\n" not in complaint(file)
+
+
+def test_a_file_that_memory_cannot_map_is_not_called_damaged(tmp_path: Path) -> None:
+    file = tmp_path / "whole.gguf"
+    with file.open("wb") as written:
+        written.write(HEAD)
+        written.truncate(1 << 30)
+    taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    soft, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (16 << 20), hard))
+    try:
+        with pytest.raises(MemoryBudgetError, match=r"whole\.gguf cannot be read: the system refuses this process more memory"):
+            read_gguf(file)
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, (soft, hard))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from pathlib import Path
 
@@ -12,6 +13,7 @@ import pytest
 from cloister.private.epochs import EpochKeeper, EpochSettings
 from cloister.private.node import NodeConfig, node_app
 from cloister.private.nodes import NodeBook
+from cloister.private.problems import ProblemError
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.upstream import Upstream
@@ -175,6 +177,33 @@ def test_a_name_that_is_not_known_is_asked_for_at_once_and_then_not_more_than_on
 
     with serve(place.app) as url:
         asyncio.run(live(url))
+
+
+def test_a_node_that_stops_answering_is_told_once_and_once_more_when_it_answers_again(caplog: pytest.LogCaptureFixture) -> None:
+    class Failing(Upstream):
+        is_down = True
+
+        async def get(self, url: str) -> bytes:
+            if self.is_down:
+                raise ProblemError(502, "the node cannot be reached")
+            return b"keys"
+
+    async def live() -> None:
+        upstream = Failing("node")
+        book = NodeBook(["http://node.example"], upstream)
+        for upstream.is_down in (True, True, False, False, True):
+            await book.look()
+        await upstream.close()
+
+    with caplog.at_level(logging.INFO, "cloister.private.nodes"):
+        asyncio.run(live())
+    said = [record.getMessage() for record in caplog.records]
+    assert [line.partition(" (")[0] for line in said] == [
+        "the node http://node.example cannot be asked for its key",
+        "the node http://node.example answers again",
+        "the node http://node.example cannot be asked for its key",
+    ]
+    assert "draws of it fail meanwhile" in said[0]
 
 
 def test_keys_are_replaced_and_destroyed_on_time_where_nobody_asks() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import sys
 from pathlib import Path
 
@@ -31,6 +32,8 @@ def run(path: Path, port: int, step_s: float, drain_s: float) -> int:
         await engine.start()
         return ServerApp(create_app(engine, Tokenizer(path), ChatTemplate.load(path), make_gate(), config), engine)
 
+    logging.getLogger("cloister.server.serve").setLevel(logging.INFO)
+    logging.basicConfig(format="%(message)s")
     try:
         return serve(config, start, lambda line: print(line, flush=True))
     except CloisterError as error:

@@ -9,6 +9,7 @@ import resource
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
+from pathlib import Path
 
 import httpx
 import openai
@@ -28,7 +29,7 @@ from cloister.server.files import store as shelves
 from cloister.server.files.batches import Batch, BatchRunner, read_lines
 from cloister.server.files.service import FileService, read_form
 from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
-from cloister.server.files.vault import DamagedError, StorageFullError, Vault
+from cloister.server.files.vault import KEY_BYTES, DamagedError, StorageFullError, Vault, read_key
 from cloister.server.logs import public_error
 from cloister.server.routes import files as batch_routes
 from cloister.server.serve import ServerApp
@@ -670,6 +671,26 @@ def test_no_name_of_a_file_is_a_fault_of_the_server(server, filename):
     )
     assert reply.status_code in (200, 400), reply.text
     assert httpx.get(f"{server.url}/v1/files").status_code == 200
+
+
+def test_a_full_disk_leaves_no_part_of_a_key_and_a_part_is_explained(tmp_path: Path):
+    key = tmp_path / "kept.key"
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (KEY_BYTES // 2, hard))
+    try:
+        with pytest.raises(ConfigError, match="File too large"):
+            read_key(key)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list(tmp_path.iterdir()) == []
+    made = read_key(key)
+    assert len(made) == KEY_BYTES
+    assert read_key(key) == made
+    assert key.stat().st_mode & 0o777 == 0o600
+    for left in (0, 16):
+        key.write_bytes(made[:left])
+        with pytest.raises(ConfigError, match=rf"holds {left} of 32 bytes: it was cut short.* or delete it"):
+            read_key(key)
 
 
 def test_a_client_is_told_that_what_was_kept_is_damaged_and_of_other_errors_of_this_server_nothing():

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import httpx
@@ -54,7 +54,8 @@ class Asking(threading.Thread):
 
     def run(self) -> None:
         body = {"model": MODEL, "prompt": "x", "max_tokens": 100, "ignore_eos": True, **self._fields}
-        self.reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=300)
+        with suppress(httpx.TransportError):  # no reply then
+            self.reply = httpx.post(f"{self._url}/v1/completions", json=body, timeout=300)
 
 
 def wait_until_running(url: str) -> None:
@@ -77,7 +78,19 @@ def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number)
         assert asking.reply.json()["usage"]["completion_tokens"] == 100
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
-        assert running.stdout.read() == ""
+        assert running.stdout.read() == "stopping: 1 request, up to 5 s; Ctrl-C again ends it now\n"
+
+
+def test_a_second_ctrl_c_ends_a_server_at_once_with_130(model_path):
+    with process(model_path, step_s=0.1, drain_s=60) as running:
+        url = url_of(running)
+        asking = Asking(url, stream=True, max_tokens=200)
+        wait_until_running(url)
+        running.send_signal(signal.SIGINT)
+        assert running.stdout.readline() == "stopping: 1 request, up to 60 s; Ctrl-C again ends it now\n"
+        running.send_signal(signal.SIGINT)
+        assert running.wait(15) == 130
+        asking.join(60)
 
 
 @pytest.mark.parametrize("stream", thin([True, False], 1))

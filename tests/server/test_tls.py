@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import socket
 import ssl
@@ -15,6 +16,8 @@ from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
 
+from cloister.bench.load import find_model
+from cloister.cli import main
 from cloister.server.tls import Certificate
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
@@ -178,3 +181,25 @@ def shown_by(context: ssl.SSLContext) -> bytes:
         except ssl.SSLWantReadError:
             continue
     return ssl.DER_cert_to_PEM_cert(client.getpeercert(binary_form=True)).encode()
+
+
+def status_error(url, capsys):
+    with pytest.raises(SystemExit):
+        main(["cluster", "status", url])
+    return capsys.readouterr().err
+
+
+def test_a_client_says_what_is_wrong_with_tls_and_how_a_certificate_is_trusted(model_path, tmp_path, capsys, monkeypatch):
+    with serving_script(model_path, ScriptedEngine(says("ok")), config=config_for(*write_pair(tmp_path))) as server:
+        assert "is not trusted: self-signed certificate; to trust it, name" in status_error(local(server.url), capsys)
+        with pytest.raises(ConfigError, match=r"is not trusted: self-signed certificate; .* in SSL_CERT_FILE=FILE\.pem"):
+            asyncio.run(find_model(local(server.url)))
+        plain = server.url.replace("https://", "http://")
+        assert "hung up without an answer; if it speaks TLS, use https://" in status_error(plain, capsys)
+        with pytest.raises(ConfigError, match="if it speaks TLS, use https://"):
+            asyncio.run(find_model(plain))
+        monkeypatch.setenv("SSL_CERT_FILE", str(tmp_path / "server.pem"))
+        assert asyncio.run(find_model(local(server.url))) == MODEL
+        assert "not valid for '127.0.0.1'; " in status_error(server.url, capsys)  # the certificate is for localhost
+    with serving_script(model_path, ScriptedEngine(says("ok"))) as server:
+        assert "check that the port speaks TLS, or use http://" in status_error(server.url.replace("http:", "https:"), capsys)

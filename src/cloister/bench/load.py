@@ -13,6 +13,7 @@ from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import ConfigError
+from cloister.types.tls_failures import describe_tls_failure
 
 OnProgress = Callable[[RequestRecord], None]
 
@@ -71,14 +72,15 @@ async def find_model(url: str, api_key: str | None = None) -> str:
     """Returns the name of the first model that the server lists.
 
     Raises:
-        ConfigError: no server answers, or its reply does not follow the OpenAI API.
+        ConfigError: no server answers, its certificate is not trusted, or its reply does not follow the OpenAI API.
     """
     try:
         async with httpx.AsyncClient(timeout=10) as client:
             headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
             reply = await client.get(f"{url}/v1/models", headers=headers)
-    except (httpx.HTTPError, httpx.InvalidURL):
-        raise ConfigError(f"no server answers at {url}; start one with `cloister serve`, or give --url") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        nobody = f"no server answers at {url}; start one with `cloister serve`, or give --url"
+        raise ConfigError(describe_tls_failure(url, error) or nobody) from None
     if reply.status_code == 401:
         raise ConfigError(f"the server at {url} asks for an API key; give --api-key-file", param="api_key")
     try:

@@ -54,10 +54,10 @@ def predict(
 
 
 def rank(predicted: Sequence[tuple[ReplicaPlacement, Summary]]) -> list[tuple[ReplicaPlacement, Summary]]:
-    """Returns placements, the one with the highest goodput first; of equal ones that whose requests end sooner."""
+    """Returns placements, by falling goodput; of those equal to 0.01 a second first the one whose requests end sooner."""
 
     def key(pair: tuple[ReplicaPlacement, Summary]) -> tuple[float, float]:
         summary = pair[1]
-        return -(summary.slo_share or 0.0), summary.e2e.p99 if summary.e2e is not None else float("inf")
+        return -round(summary.goodput_rps or 0.0, 2), summary.e2e.p99 if summary.e2e is not None else float("inf")
 
     return sorted(predicted, key=key)

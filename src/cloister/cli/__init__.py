@@ -43,6 +43,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         _run(arguments, sys.argv[1:] if arguments is None else arguments)
     except KeyboardInterrupt:  # while it is imported, or its template is started
         sys.exit(130)
+    except (MemoryError, ImportError) as error:  # while it is imported
+        from cloister.types.errors import OUT_OF_MEMORY, lacks_memory
+
+        if not lacks_memory(error):
+            raise
+        sys.exit(f"error: {OUT_OF_MEMORY}")
 
 
 def _run(arguments: Sequence[str] | None, given: Sequence[str]) -> None:

@@ -17,6 +17,7 @@ from cloister.cli.console import err, leave, make_folder, make_progress, print_j
 from cloister.cli.serve import serve
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.text_files import read_text_file
+from cloister.types.tls_failures import describe_tls_failure
 
 if TYPE_CHECKING:
     from cloister.cluster.virtual.fuzz import SeedTally
@@ -175,7 +176,7 @@ def _ask(
     """Returns the reply of a server.
 
     Raises:
-        ConfigError: no server answers there, or it wants a key, or it is a sealed node.
+        ConfigError: no server answers there, its certificate is not trusted, or it wants a key, or it is a sealed node.
         CloisterError: it refuses; the message is the server's.
     """
     import httpx
@@ -195,8 +196,9 @@ def _ask(
         raise CloisterError(
             f"the server at {url} did not answer within {timeout_s:g} s; it may be busy, so try again in a moment"
         ) from None
-    except (httpx.HTTPError, httpx.InvalidURL):
-        raise ConfigError(f"no server answers at {url}; start one with `cloister serve`", param="url") from None
+    except (httpx.HTTPError, httpx.InvalidURL) as error:
+        why = describe_tls_failure(address, error) or f"no server answers at {url}; start one with `cloister serve`"
+        raise ConfigError(why, param="url") from None
     if reply.status_code == httpx.codes.UNAUTHORIZED:
         raise ConfigError(f"the server at {url} asks for an operator's API key; give --api-key-file", param="api_key_file")
     try:

@@ -14,7 +14,7 @@ from typer.main import get_command, get_group
 from cloister import __version__
 from cloister.cli.console import print_error
 from cloister.cli.help import CONTENTS, SUMMARIES, Row, UsageError, Verb, VerbGroup, print_usage_error, summarize
-from cloister.types.errors import CloisterError
+from cloister.types.errors import OUT_OF_MEMORY, CloisterError, lacks_memory
 
 PROGRAM: Final = "cloister"
 WRONG_USAGE: Final = 2
@@ -136,8 +136,15 @@ def run(arguments: Sequence[str] | None = None) -> None:
     except UsageError as error:
         print_usage_error(error)
         sys.exit(WRONG_USAGE)
+    except (MemoryError, ImportError) as error:
+        if not lacks_memory(error):
+            raise
+        print_error(OUT_OF_MEMORY)
+        sys.exit(1)
     except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        if lacks_memory(error):
+            print_error(OUT_OF_MEMORY)
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):
             print_error("there is no space left where this writes to; free some, or name another place")
         elif error.filename is not None:
             print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")

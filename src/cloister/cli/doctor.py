@@ -18,7 +18,7 @@ from rich.table import Table
 
 from cloister.backends.native import describe_missing_kernels
 from cloister.cli.console import err, out, print_json
-from cloister.types.errors import CloisterError, MemoryBudgetError
+from cloister.types.errors import OUT_OF_MEMORY, CloisterError, MemoryBudgetError, lacks_memory
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
 COMPILERS = ("c++", "g++", "clang++")
@@ -51,8 +51,14 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Check what works on this machine, and what to do about what does not. Exits with 1 if something essential fails."""
+    checks: list[Check] = []
     with err.status("Looking"):
-        checks = list(examine(port, model, hub))
+        try:
+            checks.extend(examine(port, model, hub))
+        except (MemoryError, ImportError, OSError, MemoryBudgetError) as error:
+            if not lacks_memory(error):
+                raise
+            checks.append(Check("memory", False, _describe_memory(), OUT_OF_MEMORY))
     failed = [check for check in checks if check.essential and not check.good]
     if as_json:
         print_json({"good": not failed, "checks": [asdict(check) for check in checks]})
@@ -66,7 +72,6 @@ def examine(port: int, model: str | None, hub: bool) -> Iterator[Check]:
     yield check_python()
     chosen = chosen_backend()
     yield check_kernels(chosen == "native")
-    yield check_torch(chosen == "torch")
     yield check_features()
     yield check_cpus()
     yield check_hardening()
@@ -79,9 +84,21 @@ def examine(port: int, model: str | None, hub: bool) -> Iterator[Check]:
         opened = check_model(name)
         yield opened
         yield check_memory(name if opened.good else None)
+    yield check_torch(chosen == "torch")  # after the memory, of which it takes much in this process
     yield check_cache()
     if hub:
         yield check_hub()
+
+
+def _describe_memory() -> str:
+    """States the available memory, where it suffices to find that out."""
+    try:
+        from cloister.engine.machine import read_machine
+
+        machine = read_machine()
+    except (MemoryError, ImportError, OSError):
+        return "not enough for the other checks"
+    return f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
 
 
 def check_python() -> Check:
@@ -111,6 +128,8 @@ def check_kernels(needed: bool, find: Callable[[], tuple[Sequence[str], Sequence
         advice = INSTALL_AGAIN if has_compiler else f"install a C++ compiler (Debian: apt install g++), then {INSTALL_AGAIN}"
         return Check("native kernels", False, detail, advice, essential=needed)
     except ImportError as error:
+        if lacks_memory(error):
+            raise
         return Check("native kernels", False, f"they cannot be loaded: {error}", INSTALL_AGAIN, essential=needed)
     names = [name for name in runnable if name in compiled]
     if (missing := describe_missing_kernels(compiled, runnable)) is not None:
@@ -131,6 +150,8 @@ def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Chec
     try:
         detail = (describe or _describe_torch)()
     except (ImportError, OSError) as error:
+        if needed and lacks_memory(error):
+            raise
         why = "not installed" if isinstance(error, ModuleNotFoundError) else f"it cannot be loaded ({type(error).__name__})"
         advice = "get the native kernels, or `pip install 'cloister[torch]'`; a GPU needs the latter"
         detail = why if needed else f"{why}; only encoders, images, a GPU and a few families need it"
@@ -219,6 +240,8 @@ def check_model(name: str) -> Check:
 
     try:
         model = load(locate(name))
+    except MemoryBudgetError:
+        raise
     except CloisterError as error:
         return Check("model", False, name, error.message)
     drafts = sorted(path.name for path in (model.path / "drafters").glob("*/"))
@@ -235,12 +258,10 @@ def check_memory(name: str | None) -> Check:
     Args:
         name: name of a model that can be opened; None reports only the available memory.
     """
-    from cloister.engine.machine import read_machine
     from cloister.launch import budget_model, resolve_settings
     from cloister.models import load, locate
 
-    machine = read_machine()
-    detail = f"{machine.available_bytes // MIB} of {machine.memory_bytes // MIB} MiB available, by the {machine.limited_by}"
+    detail = _describe_memory()
     if name is None:
         return Check("memory", True, detail)
     try:

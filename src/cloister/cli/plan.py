@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import msgspec
 import typer
 
 from cloister.bench.settings import ArrivalsConfig, ObjectiveConfig, WorkloadConfig
-from cloister.cli.console import make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.console import err, make_progress, print_json, print_line, print_table, wide_console
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.errors import ConfigError
+from cloister.types.refusals import Refusals
 from cloister.types.text_files import read_text_file
 
 if TYPE_CHECKING:
     from cloister.bench.report import Spread
-    from cloister.cluster.virtual.placement import StepProfile
+    from cloister.cluster.virtual.placement import ReplicaPlacement, StepProfile
+
+TOLD_AFTER_S: Final = 2.0
+"""After so long the time that is left is known well enough to be said."""
+LONG_S: Final = 5.0
 
 app = typer.Typer(help="Choose the roles of replicas for a load, predicted in virtual time.", no_args_is_help=True)
 
@@ -49,24 +56,28 @@ def placement(
     from cloister.cluster.routers import ROUTERS
     from cloister.cluster.virtual.placement import list_placements
 
-    ROUTERS.get(router)
     limits, work = settings.resolve(ObjectiveConfig), settings.resolve(WorkloadConfig)
     ttft_s, tbt_s = (None if ms is None else ms / 1e3 for ms in (limits.slo_ttft_ms, limits.slo_tbt_ms))
-    if ttft_s is None and tbt_s is None:
-        raise ConfigError("goodput needs a limit; give --slo-ttft-ms, --slo-tbt-ms, or both", param="slo_ttft_ms")
-    placements = list_placements([_read_profile(path) for path in profile], threads)
-    longest = min(each.profile.max_model_len for each in placements)
-    workload = load_workload(work, settings.resolve(ArrivalsConfig), max_model_len=longest, vocab_size=VOCAB_SIZE)
-    if any(isinstance(item.prompt, str) for item in workload.items):
-        raise ConfigError("this trace has prompts as text; give one with lengths of prompts and answers", param="trace")
+    with Refusals() as refusals:
+        with refusals.collect("router"):
+            ROUTERS.get(router)
+        if ttft_s is None and tbt_s is None:
+            refusals.add(ConfigError("goodput needs a limit; give --slo-ttft-ms, --slo-tbt-ms, or both", param="slo_ttft_ms"))
+        placements: list[ReplicaPlacement] = []
+        with refusals.collect("profile"):
+            placements = list_placements([_read_profile(path) for path in profile], threads)
+        # without a profile only whether the workload can be read
+        longest = min((each.profile.max_model_len for each in placements), default=1 << 31)
+        with refusals.collect("trace"):
+            workload = load_workload(work, settings.resolve(ArrivalsConfig), max_model_len=longest, vocab_size=VOCAB_SIZE)
+            if any(isinstance(item.prompt, str) for item in workload.items):
+                raise ConfigError("this trace has prompts as text; give one with lengths of prompts and answers", param="trace")
     predicted = []
-    with make_progress() as progress:
-        task = progress.add_task("placements", total=len(placements))
-        for each in placements:
-            goal = LatencyObjective(ttft_s, tbt_s)
-            predicted.append((each, predict(each, workload.items, goal, router, num_warmup=work.num_warmup, seed=work.seed)))
-            progress.advance(task)
+    goal = LatencyObjective(ttft_s, tbt_s)
+    for each in _show_progress(placements):
+        predicted.append((each, predict(each, workload.items, goal, router, num_warmup=work.num_warmup, seed=work.seed)))
     ranked = rank(predicted)
+    best, outcome = ranked[0]
     if as_json:
         print_json([{"flags": each.flags(router), **summary.to_json()} for each, summary in ranked])
         return
@@ -84,7 +95,32 @@ def placement(
     title = f"{workload.name}, {len(workload.items)} requests, {ranked[0][1].slo}, {router}"
     headers = ("Replicas", "Threads each", "Goodput, req/s", "Within limits", "P99 TTFT, ms", "P99 TBT, ms")
     print_table(title, headers, rows, wide_console(110))
-    print_line(f"cloister serve {ranked[0][0].flags(router)}")
+    if not outcome.goodput_rps:
+        raise ConfigError(
+            "no placement keeps the limits for any request; give looser ones, fewer requests a second, or more --threads",
+            param="slo_ttft_ms",
+        )
+    print_line(f"cloister serve {best.flags(router)}")
+    if not best.profile.model:
+        err.print("the profile does not say of which model it is; name it: cloister serve MODEL ...", soft_wrap=True)
+
+
+def _show_progress(placements: Sequence[ReplicaPlacement]) -> Iterator[ReplicaPlacement]:
+    """Yields placements beside a bar; without a terminal a line says how long it will take, if that is long."""
+    started_s = time.monotonic()
+    is_told = err.is_terminal
+    with make_progress() as progress:
+        for number, each in enumerate(progress.track(placements, description="placements")):
+            elapsed_s = time.monotonic() - started_s
+            if number and not is_told and elapsed_s > TOLD_AFTER_S:
+                is_told = True
+                left_s = elapsed_s / number * (len(placements) - number)
+                if left_s > LONG_S:
+                    words = (
+                        f"{len(placements)} placements; some {left_s:.0f} s more (fewer --threads or larger replicas take less)"
+                    )
+                    err.print(words, markup=False, highlight=False, soft_wrap=True)
+            yield each
 
 
 def _milliseconds(spread: Spread | None) -> str:

@@ -107,7 +107,7 @@ def read_api_key(path: Path) -> str:
 
 def _serve(session: Session, host: str, port: int) -> int:
     from cloister.client import AsyncSealedTransport
-    from cloister.client.proxy import Proxy, proxy_app
+    from cloister.client.proxy import Proxy, describe_refusal, proxy_app
     from cloister.private.program import run_program
     from cloister.server.serve import address_of, bind
 
@@ -121,5 +121,7 @@ def _serve(session: Session, host: str, port: int) -> int:
     listener = bind(host, port)
     asyncio.run(verify())
     typer.echo(f"Serving on {address_of(listener)}")
+    if (refusal := describe_refusal(session)) is not None:
+        typer.echo(refusal)
     proxy = Proxy(session, AsyncSealedTransport(session), typer.echo)
     return run_program(proxy_app(proxy), listener)

@@ -60,7 +60,7 @@ class Proxy:
             ready = await self._transport.prepare()
             self._session.give_back(ready)
         finally:
-            self._tell_once()
+            self._tell_epoch()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -125,11 +125,18 @@ class Proxy:
         return answer
 
     def _tell_once(self) -> None:
+        if self._tell_epoch() and (refusal := describe_refusal(self._session)):
+            self._tell(refusal)
+
+    def _tell_epoch(self) -> bool:
+        """Tells of an epoch that is new. Returns whether it is."""
         believed = self._session.believed
-        if believed is not None and believed.epoch.epoch != self._told:
-            self._told = believed.epoch.epoch
-            for line in tell_epoch(self._session):
-                self._tell(line)
+        if believed is None or believed.epoch.epoch == self._told:
+            return False
+        self._told = believed.epoch.epoch
+        for line in tell_epoch(self._session):
+            self._tell(line)
+        return True
 
 
 def proxy_app(proxy: Proxy) -> ASGIApp:
@@ -199,6 +206,16 @@ def tell_epoch(session: Session) -> Iterator[str]:
         yield f"Node {node.node_id[:16]} ({node.member}), drawn with chance {node.capacity}/{capacity}: {_sum_up(findings)}"
         for step in findings:
             yield f"  {_MARKS[step.outcome]}: {step.text.removeprefix('NOT PROVED: ')}"
+
+
+def describe_refusal(session: Session) -> str | None:
+    """Returns that no request can be sent, and what to do; None if a node is accepted."""
+    if session.believed is None or any(findings.accepted for findings in session.findings.values()):
+        return None
+    return (
+        "No node is acceptable: every request will be refused, and nothing is sent. The lines with REFUSED say why, and which "
+        "option, if any, accepts it; then start this again."
+    )
 
 
 def _sum_up(findings: Findings) -> str:

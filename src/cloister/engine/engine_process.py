@@ -29,7 +29,7 @@ from cloister.engine.machine import freeze_gc_heap, pause_gc
 from cloister.engine.sealed_channels import SealedChannels
 from cloister.engine.supervision import STACKS_SIGNAL
 from cloister.types.config import EngineConfig
-from cloister.types.errors import CloisterError, ConfigError, EngineError
+from cloister.types.errors import OUT_OF_MEMORY, CloisterError, ConfigError, EngineError, MemoryBudgetError, lacks_memory
 from cloister.types.events import EngineMessage, Failed, Outputs, Ready
 from cloister.types.logs import describe, set_up_logging
 from cloister.types.processes import end_with_parent, lower_priority, name_process
@@ -139,6 +139,9 @@ def build(boot: channel.Boot, send: Send) -> EngineCore | None:
         send(Failed(error.message, error.code))
     except Exception as error:  # safe to log: before the first request there is no user content
         _logger.exception("the engine could not be built")
+        if lacks_memory(error):
+            send(Failed(f"the engine could not start: {OUT_OF_MEMORY}", MemoryBudgetError.code))
+            return None
         send(Failed(f"the engine could not start: {describe(error)}; the log says more", EngineError.code))
     return None
 

@@ -18,7 +18,7 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from cloister.types.errors import ModelError
+from cloister.types.errors import ModelError, describe_read_error
 
 FLOATS: Mapping[str, npt.DTypeLike] = {"F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 """Types of tensors that stand for themselves."""
@@ -67,7 +67,8 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
     """Returns the tensors of one file by name.
 
     Raises:
-        ModelError: the file is missing, cut short, or not of this format, or a tensor's type is not supported.
+        ModelError: the file is missing, unreadable, cut short or not of this format, or a tensor's type is not supported.
+        MemoryBudgetError: there is no memory to read it.
     """
     try:
         size = path.stat().st_size
@@ -80,7 +81,9 @@ def read_header(path: Path) -> dict[str, TensorEntry]:
         return {name: _entry(path, name, fields, 8 + length, size) for name, fields in header.items()}
     except FileNotFoundError:
         raise ModelError(f"the model has no file {path.name}; weights must be in safetensors files") from None
-    except (OSError, ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
+    except OSError as error:
+        raise describe_read_error(path.name, error) from None
+    except (ValueError, TypeError, AttributeError, KeyError, OverflowError, RecursionError):
         raise ModelError(f"{path.name} is damaged or cut short; download or copy it again") from None
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ EVIDENCE_PATH: Final = "/.well-known/cloister/evidence"
 LOOK_EVERY_S: Final = 15.0
 LOOK_AGAIN_S: Final = 1.0
 """Shortest interval between queries for an unknown name."""
+
+_logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -45,6 +48,7 @@ class NodeBook:
         self._now = now
         self._known: dict[str, _Known] = {}
         self._evidence: dict[str, tuple[bytes, float]] = {}
+        self._silent_urls: set[str] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
 
@@ -74,6 +78,7 @@ class NodeBook:
     def change_urls(self, urls: Sequence[str]) -> None:
         """Replaces the addresses; names at removed addresses are dropped."""
         self._urls = tuple(urls)
+        self._silent_urls.intersection_update(self._urls)
         self._known = {node_id: known for node_id, known in self._known.items() if known.url in self._urls}
 
     async def look(self) -> None:
@@ -97,8 +102,10 @@ class NodeBook:
     async def _ask(self, url: str) -> None:
         try:
             keys = await self._upstream.get(url + KEYS_PATH)
-        except ProblemError:
+        except ProblemError as error:
+            self._note_silence(url, error.message)
             return  # an unreachable node keeps its name until its key expires
+        self._note_answer(url)
         try:
             evidence = await self._upstream.get(url + EVIDENCE_PATH)
         except ProblemError:
@@ -106,3 +113,15 @@ class NodeBook:
         if evidence is not None:
             self._evidence[hashlib.sha256(evidence).hexdigest()] = (evidence, self._now())
         self._known[hashlib.sha256(keys).hexdigest()] = _Known(url, self._now(), evidence)
+
+    def _note_silence(self, url: str, why: str) -> None:
+        """Tells the operator once, since nobody else can see it before the node's key expires."""
+        if url not in self._silent_urls:
+            self._silent_urls.add(url)
+            words = "epochs may name it for an hour more, and draws of it fail meanwhile"
+            _logger.warning("the node %s cannot be asked for its key (%s); %s", url, why, words)
+
+    def _note_answer(self, url: str) -> None:
+        if url in self._silent_urls:
+            self._silent_urls.remove(url)
+            _logger.info("the node %s answers again", url)

@@ -15,7 +15,7 @@ from starlette.types import ASGIApp
 
 from cloister.server.connection import ACCEPTS_AT_ONCE, Connection, PacedServer
 from cloister.server.load_shedding import ConnectionTable
-from cloister.server.serve import fit_connections
+from cloister.server.serve import INTERRUPTED, fit_connections
 from cloister.server.tls import HandshakeQueue
 from cloister.server.unread_replies import UnreadReplies
 
@@ -41,7 +41,7 @@ def _is_about_program(record: logging.LogRecord) -> bool:
 
 
 def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> int:
-    """Serves an application on a bound socket. Returns the exit status: 1 if a second signal interrupted the shutdown.
+    """Serves an application on a bound socket. Returns the exit status: 130 if a second Ctrl-C ended it at once.
 
     Raises:
         ConfigError: this process may not open enough files.
@@ -51,7 +51,7 @@ def run_program(app: ASGIApp, listener: socket.socket, *, tls_cert: Path | None 
     server = _Server(config)
     with listener:
         asyncio.run(server.serve([listener]))
-    return 1 if server.force_exit else 0
+    return INTERRUPTED if server.force_exit else 0
 
 
 def program_config(app: ASGIApp, *, tls_cert: Path | None = None, tls_key: Path | None = None) -> uvicorn.Config:

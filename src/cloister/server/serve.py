@@ -13,6 +13,7 @@ import socket
 import threading
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Final, Protocol
 
 import uvicorn
@@ -36,6 +37,8 @@ A request that crosses the end of its connection fails.
 FAULT_POLL_S: Final = 0.5
 RESERVED_FILES: Final = 256
 """File descriptors in addition to those of connections: the model's files, sockets to the engine, refused connections."""
+INTERRUPTED: Final = 130
+"""Exit status of a program that a second Ctrl-C ended at once."""
 _STOP_SIGNALS: Final = (signal.SIGTERM, signal.SIGINT)
 
 _logger = logging.getLogger(__name__)
@@ -94,6 +97,7 @@ class Server(PacedServer):
         self.config.load()
         self._engine = server_app.engine
         self._drain_timeout_s = config.drain_timeout_s
+        self._is_sealed = config.sealed
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -101,7 +105,15 @@ class Server(PacedServer):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         """Stops accepting, and lets the engine finish running requests; replies are sent meanwhile."""
+        self._log_wait(len(self.server_state.tasks))
         await asyncio.gather(super().shutdown(sockets), self._drain())
+
+    def _log_wait(self, num_requests: int) -> None:
+        if not num_requests and not self._is_sealed:
+            return
+        # a sealed node does not say whether a request ran
+        what = "open requests" if self._is_sealed else f"{num_requests} request{'s' * (num_requests > 1)}"
+        _logger.info("stopping: %s, up to %g s; Ctrl-C again ends it now", what, self._drain_timeout_s)
 
     async def _drain(self) -> None:
         with contextlib.suppress(TimeoutError):
@@ -110,7 +122,8 @@ class Server(PacedServer):
 
 
 def serve(config: ServerConfig, start: Callable[[], Awaitable[ServerApp]], announce: Callable[[str], None] = print) -> int:
-    """Serves until SIGTERM or SIGINT and returns the exit code: 0 after a clean shutdown.
+    """Serves until SIGTERM or SIGINT and returns the exit code: 0 after a clean shutdown, 1 if it cannot go on or a second
+    SIGTERM ended it at once, 130 if a second SIGINT did.
 
     The port is bound first, so that a port in use is reported before a model is loaded.
 
@@ -139,9 +152,13 @@ async def _serve(
     server: Server | None = None
     reloader = Reloader(())
 
-    def ask_to_stop() -> None:
+    interrupted = False
+
+    def ask_to_stop(number: int | None = None) -> None:
+        nonlocal interrupted
         if server is not None:
             server.force_exit = stop.is_set()  # a second signal stops immediately
+            interrupted = server.force_exit and number == signal.SIGINT
             server.should_exit = True
         stop.set()
 
@@ -164,7 +181,7 @@ async def _serve(
             for task in watching:
                 task.cancel()
             server_app.close()
-    return 1 if server.force_exit or is_broken else 0
+    return INTERRUPTED if interrupted else 1 if server.force_exit or is_broken else 0
 
 
 async def _watch_fault(server_app: ServerApp, stop: Callable[[], None]) -> None:
@@ -190,10 +207,13 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
 
 
 @contextlib.contextmanager
-def _on_signals(stop: Callable[[], None], reload: Callable[[], None]) -> Iterator[None]:
+def _on_signals(stop: Callable[[int], None], reload: Callable[[], None]) -> Iterator[None]:
     """Registers callbacks for SIGTERM and SIGINT, and for SIGHUP; does nothing outside the main thread."""
     loop = asyncio.get_running_loop()
-    callbacks = {**dict.fromkeys(_STOP_SIGNALS, stop), signal.SIGHUP: reload}
+    callbacks: dict[int, Callable[[], None]] = {
+        **{number: partial(stop, number) for number in _STOP_SIGNALS},
+        signal.SIGHUP: reload,
+    }
     signals = callbacks if threading.current_thread() is threading.main_thread() else {}
     for number, callback in signals.items():
         loop.add_signal_handler(number, callback)

@@ -2,6 +2,16 @@
 
 from __future__ import annotations
 
+import errno
+from typing import Final
+
+OUT_OF_MEMORY: Final = (
+    "the system refuses this process more memory; free some, raise its limit (`ulimit -v`, or the container's), or choose a "
+    "smaller model"
+)
+_REFUSALS: Final = ("failed to map segment", "annot allocate memory")
+"""What glibc says of a shared library for which there is no memory (`_dl_map_segments` in elf/dl-map-segments.h)."""
+
 
 class CloisterError(Exception):
     """Base of every error that Cloister raises on purpose.
@@ -123,6 +133,22 @@ class MemoryBudgetError(ConfigError):
     """The configuration does not fit into memory; the message states a figure that does."""
 
     code = "out_of_memory_budget"
+
+
+def lacks_memory(error: BaseException) -> bool:
+    """Whether the system refused memory: no sign of a damaged file, or of an installation that is wrong."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    if isinstance(error, ImportError):
+        return any(words in str(error) for words in _REFUSALS)
+    return isinstance(error, (MemoryError, MemoryBudgetError))
+
+
+def describe_read_error(name: str, error: OSError) -> CloisterError:
+    """Returns the error of a model's file that the system does not let this process read: no word of its content."""
+    if lacks_memory(error):
+        return MemoryBudgetError(f"{name} cannot be read: {OUT_OF_MEMORY}")
+    return ModelError(f"{name} cannot be read: {error.strerror}; check the disk and who may read the file")
 
 
 def recreate(message: str, code: str) -> CloisterError:

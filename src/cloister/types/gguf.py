@@ -15,7 +15,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, Final, TypeAlias, TypeVar
 
-from cloister.types.errors import ModelError
+from cloister.types.errors import ModelError, describe_read_error
 
 MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
@@ -197,14 +197,17 @@ def read_gguf(path: Path) -> GGUFFile:
     """Reads everything before the data (about 0.1 s for a vocabulary of 150,000), once for a file that does not change.
 
     Raises:
-        ModelError: the file is missing, is no GGUF file of version 2 or 3, or is damaged or cut short.
+        ModelError: the file is missing, cannot be read, is no GGUF file of version 2 or 3, or is damaged or cut short.
+        MemoryBudgetError: there is no memory to map it.
     """
     try:
         found = path.stat()
         return _read_header(path, (found.st_size, found.st_mtime_ns, found.st_ino))
     except FileNotFoundError:
         raise ModelError(f"there is no file {path}; check the path") from None
-    except (OSError, ValueError, struct.error):
+    except OSError as error:
+        raise describe_read_error(path.name, error) from None
+    except (ValueError, struct.error):
         raise ModelError(f"{path.name} is damaged or cut short, or is no GGUF file; download or copy it again") from None
 
 

@@ -4,6 +4,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -34,6 +35,7 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What was measured of replicas of so many threads each (`benchmarks.cluster_costs`).
 
     Attributes:
+        model: its name, with the format of its matrices after a colon; empty: not stated.
         num_blocks, block_size: KV blocks of a replica, and tokens of each.
         max_model_len: tokens of the longest request.
         max_num_seqs: answers that a replica computes at once.
@@ -63,6 +65,7 @@ class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     pull_s: Seconds = 0.0
     receive_s: Seconds = 0.0
     curve: tuple[tuple[int, Seconds], ...] = ()
+    model: str = ""
 
     def __post_init__(self) -> None:
         if any(after[0] <= before[0] for before, after in pairwise(self.curve)):
@@ -88,9 +91,13 @@ class ReplicaPlacement:
         return ", ".join(f"{counts[role]} {role}" for role in SHOWN_ROLES if counts[role])
 
     def flags(self, router: str) -> str:
-        """Returns the flags of `cloister serve`."""
+        """Returns the arguments of `cloister serve`; without a model if the profile names none."""
         counts = Counter(self.roles)
-        flags = [f"--replicas {len(self.roles)}", f"--num-threads {self.profile.num_threads}"]
+        name, _, quant = self.profile.model.partition(":")
+        flags = [shlex.quote(name)] if name else []
+        if quant:
+            flags.append(f"--quant {quant}")
+        flags += [f"--replicas {len(self.roles)}", f"--num-threads {self.profile.num_threads}"]
         if len(counts) > 1:
             flags += [f"--prefill {counts['prefill']}", f"--decode {counts['decode']}", "--kv-transfer shm"]
         if len(self.roles) > 1:

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from cloister.types.errors import ConfigError
+from cloister.types.errors import OUT_OF_MEMORY, ConfigError, MemoryBudgetError, lacks_memory
 
 VERSION: Final = 1
 SORTED_TOKENS: Final = 64
@@ -162,7 +162,11 @@ def _open(path: Path, num_bytes: int) -> mmap.mmap:
     try:
         with path.open("rb") as file:
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except (OSError, ValueError):
+    except OSError as error:
+        if lacks_memory(error):
+            raise MemoryBudgetError(f"the datastore's {path.name} cannot be mapped: {OUT_OF_MEMORY}") from None
+        raise _damaged(path) from None
+    except ValueError:
         raise _damaged(path) from None
     if len(mapped) != num_bytes:
         raise _damaged(path)

@@ -215,20 +215,28 @@ def read_key(path: Path) -> bytes:
         return _make_key(path)
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be read: {error.strerror}", param="files_key") from None
-    if len(key) != KEY_BYTES:
+    if len(key) < KEY_BYTES:
+        raise ConfigError(
+            f"the key file {path} holds {len(key)} of {KEY_BYTES} bytes: it was cut short, for example by a full disk; restore "
+            "it from a copy, or delete it if nothing was stored with it, and a new one is made",
+            param="files_key",
+        )
+    if len(key) > KEY_BYTES:
         raise ConfigError(f"the key file {path} must hold {KEY_BYTES} random bytes; a missing one is made", param="files_key")
     return key
 
 
 def _make_key(path: Path) -> bytes:
-    key = os.urandom(KEY_BYTES)
+    from cloister.trust.transparency.files import SECRET, locked, write_whole  # 10 ms, at the first start only
+
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _opened(path, os.O_EXCL) as descriptor:
-            _write(descriptor, key)
     except OSError as error:
         raise ConfigError(f"the key file {path} cannot be made: {error.strerror}", param="files_key") from None
-    return key
+    with locked(path.parent):
+        if not path.exists():  # else another server was faster
+            write_whole(path, os.urandom(KEY_BYTES), SECRET)
+    return read_key(path)
 
 
 def _seal(key: bytes, name: str, number: int, record: bytes) -> bytes:
