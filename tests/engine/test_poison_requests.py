@@ -114,6 +114,16 @@ def test_one_that_was_cleared_is_accused_with_those_that_are_not_cleared_yet() -
     assert (first.standing, second.standing) == (Standing.SUSPECT, Standing.CONFINED)
 
 
+def test_one_that_was_cleared_is_no_shield_for_another() -> None:
+    bystander, killer = running(2)
+    judge([bystander])
+    for _ in range(PROBATION_STEPS):
+        bystander.note_step()
+    bystander.has_slot = True
+    judge([bystander, killer])
+    assert (bystander.standing, killer.standing) == (Standing.SUSPECT, Standing.SUSPECT)
+
+
 def test_nothing_runs_beside_a_confined_request() -> None:
     confined, other = Suspect(standing=Standing.CONFINED), Suspect()
     assert choose_due([other, confined], []) == [confined]

@@ -118,6 +118,8 @@ def test_a_batch_answers_every_line_once(server):
         assert (batch.status, batch.request_counts.total) == ("completed", 10)
         assert (batch.request_counts.completed, batch.request_counts.failed) == (9, 1)
         answers = results(sdk, batch.output_file_id)
+        with pytest.raises(openai.BadRequestError, match="holds answers of a batch"):
+            sdk.batches.create(input_file_id=batch.output_file_id, endpoint=batch.endpoint, completion_window="24h")
         assert sorted(each["custom_id"] for each in answers) == [f"q{i}" for i in range(9)]
         for each in answers:
             assert each["response"]["status_code"] == 200
@@ -624,6 +626,11 @@ def test_files_whose_key_is_missing_are_not_given_another(tmp_path):
     assert not (tmp_path / "kept.key").exists()
     (tmp_path / "elsewhere").rename(tmp_path / "kept.key")
     FileService.open(config, make_gate()).close()
+
+
+def test_what_is_not_stored_here_needs_no_key(tmp_path):
+    (tmp_path / "kept" / "lost+found").mkdir(parents=True)  # a new file system has it
+    FileService.open(ServerConfig(files=str(tmp_path / "kept")), make_gate()).close()
 
 
 def test_a_key_file_that_was_changed_is_named_at_start(tmp_path):

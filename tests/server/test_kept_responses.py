@@ -273,6 +273,8 @@ def test_a_short_body_that_continues_a_long_conversation_waits_with_the_long_one
     assert charge.num_bytes == entered[1] - 50
     charge.add(800_000 - charge.num_bytes)
     charge.is_whole = True
+    other = budget.open("another network")
+    other.add(100_000)  # it still arrives
     with pytest.raises(OverloadedError, match="no memory"):
         asyncio.run(state.off_the_loop(read))
-    assert budget.num_bytes == 0
+    assert (other.is_shed, budget.num_bytes) == (False, 100_000), "the one that asks for it has no memory, not others"

@@ -216,7 +216,8 @@ def _refuse_share(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_se
     shared = sizes.count_blocks(int(left * DEFAULT_SHARE))
     remedies = []
     if shared >= blocks_per_seq:
-        remedies.append(f"set --kv-memory-mb {max(sizes.num_bytes(blocks_per_seq), sizes.num_bytes(shared)) / MIB:.0f}")
+        least_mb, most_mb = math.ceil(sizes.num_bytes(blocks_per_seq) / MIB), sizes.num_bytes(shared) // MIB
+        remedies.append(f"set --kv-memory-mb {max(least_mb, most_mb)}")
         remedies.append(f"--max-num-seqs {shared // blocks_per_seq} or less")
     remedies.append("a smaller --max-model-len")
     return MemoryBudgetError(

@@ -97,7 +97,8 @@ def judge(lost: Sequence[Suspect], *, is_shared: bool = False) -> Suspect | None
     if is_alone and (not is_shared or lost[0].is_begun or lost[0].num_trials):
         return lost[0]
     begun = [suspect for suspect in lost if suspect.is_begun]
-    accused = [suspect for suspect in begun if suspect.was_accused] or begun or list(lost)
+    is_known = any(suspect.standing is not Standing.CLEARED for suspect in begun)
+    accused = [suspect for suspect in begun if suspect.was_accused] if is_known else begun or list(lost)
     for suspect in lost:
         suspect.num_idle_losses += 1
         if suspect in accused:

@@ -158,6 +158,10 @@ class KVLoads:
         return len(self.loading)
 
     def is_loading(self, request_id: str) -> bool:
+        """Whether there is a load of this name: of a request, or of KV that only may serve one."""
+        return request_id in self.loading
+
+    def is_awaited(self, request_id: str) -> bool:
         """Whether a request waits for KV: for a load that began for it, not for one that only may serve it."""
         load = self.loading.get(request_id)
         return load is not None and load.state is not None

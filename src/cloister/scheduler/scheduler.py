@@ -322,7 +322,7 @@ class Scheduler:
     def release(self, state: RequestState) -> None:
         """Queues a request that waited for its grammar."""
         del self._requests.waiting_for_grammar[state.request.request_id]
-        if not self.kv_loads.is_loading(state.request.request_id):
+        if not self.kv_loads.is_awaited(state.request.request_id):
             self._requests.wait_for_slots(state)
 
     def hold(self, request_id: str, hold_s: float, now: float) -> None:

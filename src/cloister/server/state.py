@@ -99,30 +99,41 @@ class ServerState:
     async def _read(self, call: Callable[[], T], *, is_quick: bool) -> T:
         try:
             async with asyncio.timeout(self.prepare_timeout_s):
+                kept = _KeptContent()
                 try:
-                    return await self._read_kept(call, is_quick=is_quick)
+                    return await self._read_kept(call, kept, is_quick=is_quick)
                 except ImagesPending as pending:
                     images = await pending.load(self.tenant)
                 with ImagesPending.loaded(images):
-                    return await self._read_kept(call)
+                    return await self._read_kept(call, kept)
         except TimeoutError:
             raise OverloadedError("The server is too busy to read the prompt; try again in a moment.") from None
 
-    async def _read_kept(self, call: Callable[[], T], *, is_quick: bool = False) -> T:
-        num_kept = 0
+    async def _read_kept(self, call: Callable[[], T], kept: _KeptContent, *, is_quick: bool = False) -> T:
         while True:
             try:
-                with charged(num_kept):
-                    return await self.threads.run(self.tenant, self.num_body_bytes + num_kept, call, is_quick=is_quick)
+                with charged(kept.num_bytes):
+                    num_bytes = self.num_body_bytes + kept.num_bytes
+                    return await self.threads.run(self.tenant, num_bytes, call, is_quick=is_quick)
             except KeptContentPending as pending:
-                self._charge(pending.num_bytes - num_kept)
-                num_kept, is_quick = pending.num_bytes, False
+                self._charge(pending.num_bytes - kept.num_bytes)
+                kept.num_bytes, is_quick = pending.num_bytes, False
 
     def _charge(self, num_bytes: int) -> None:
+        """Charges kept content as bytes of a body that still arrives: where there is no memory it is shed, not others."""
         if self.body_charge is not None:
+            self.body_charge.is_whole = False
             self.body_charge.add(num_bytes)
+            self.body_charge.is_whole = True
             if self.body_charge.is_shed:
                 raise OverloadedError("There is no memory for the request now; try again in a moment.")
+
+
+@dataclass(slots=True)
+class _KeptContent:
+    """What is charged to a reading so far."""
+
+    num_bytes: int = 0
 
 
 def state_of(request: Request) -> ServerState:

@@ -15,7 +15,7 @@ from cloister.policy.gate import Admission, Gate
 from cloister.policy.policy import Use
 from cloister.server.errors import invalid
 from cloister.server.files.batches import Batch, BatchRunner
-from cloister.server.files.store import FileStore, Owner, Shelf
+from cloister.server.files.store import FileStore, Owner, Shelf, is_stored
 from cloister.server.files.vault import DamagedError, Vault, read_key
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError, NotFoundError, PolicyError
@@ -52,7 +52,7 @@ class FileService:
             )
         path = Path(config.files).expanduser()
         key_path = path.with_name(f"{path.name}.key") if config.files_key is None else Path(config.files_key).expanduser()
-        if not key_path.exists() and path.is_dir() and any(path.iterdir()):
+        if not key_path.exists() and path.is_dir() and any(is_stored(entry.name) for entry in path.iterdir()):
             raise ConfigError(
                 f"{path} has files, and the key file {key_path}, without which nobody can read them, is missing: restore it, or"
                 " remove what is there",

@@ -152,6 +152,11 @@ _DATA: Final = ".data"
 _ID: Final = re.compile(r"[a-z]+[-_][0-9a-f]{32}")
 
 
+def is_stored(name: str) -> bool:
+    """Whether a file of this name is a stored object or its content, and not something else in the directory."""
+    return name.endswith((_META, _DATA))
+
+
 class StoredFile(Kept, kw_only=True):
     """Metadata of a file."""
 

@@ -199,6 +199,8 @@ async def cancel_batch(request: Request, batch_id: str) -> Response:
 def _create(files: FileService, owner: Owner, admission: Admission, raw: bytes) -> Batch:
     body = parse_body(raw, BatchBody)
     stored = files.store.shelf.find(body.input_file_id, owner)
+    if stored.purpose != "batch":
+        raise invalid("The file holds answers of a batch; name one that was uploaded.", "input_file_id", "invalid_value")
     charge_kept(stored.bytes)
     lines, mistakes = read_lines(files.store.content(stored, owner), body.endpoint)
     if sum(batch.status not in ENDED for batch in files.batches.of(owner)) >= MAX_OPEN:
