@@ -153,7 +153,7 @@ class Scheduler:
             )
         )
         self._has_windows = any(group.window is not None for group in pool.groups)
-        self._searches = BeamSearches(self._requests)
+        self._searches = BeamSearches(self._requests, self._max_num_seqs // 2)
         self._encodings = ImageEncodings(config.num_images_at_once)
         self.prefix_cache = self._requests.prefix_cache
         self._time = StepTime() if self.prefix_cache is None else self.prefix_cache.kept.time
@@ -199,7 +199,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._requests.num_waiting
+        return self._requests.num_waiting + len(self._requests.held_searches)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -383,6 +383,7 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
+        self._searches.admit(self._policy.choose_search)
         budget = StepBudget(self.cost, self.config.budget)
         step = PlannedStep(StepPlan(plan_id=self._next_plan), budget, now, self._policy.level_slack)
         self._fill(step)

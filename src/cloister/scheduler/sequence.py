@@ -44,6 +44,7 @@ class RequestState:
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
+        num_beam_tokens: tokens that its beams were extended by, all together, which quotas count.
         hold_kv_s: for how long its cached blocks are leased when it ends.
         prefill_only: it leaves after its first token.
         is_forgotten: what its scope had cached was dropped while it was here; no further block of it is cached.
@@ -58,6 +59,7 @@ class RequestState:
         "hold_kv_s",
         "is_forgotten",
         "kept_root",
+        "num_beam_tokens",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
@@ -89,6 +91,7 @@ class RequestState:
         self.first_token_s: float | None = None
         self.sequences: list[SequenceRecord] = []
         self.beams: Beams | None = None
+        self.num_beam_tokens = 0
         self.hold_kv_s = 0.0
         self.prefill_only = False
         self.is_forgotten = False
