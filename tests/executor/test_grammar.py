@@ -8,6 +8,8 @@ import re
 import threading
 import time
 from collections import deque
+from concurrent.futures import Executor, Future
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +18,7 @@ import pytest
 from cloister.backends.base import Capability
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
-from cloister.executor.grammar import mask_tokens
+from cloister.executor.grammar import make_thread, mask_tokens
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
@@ -68,11 +70,14 @@ def answer(
     depth=1,
     grammars=None,
     reasons=None,
+    clock=None,
+    see=lambda result: None,
 ):
     """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions).
 
     Args:
         reasons: gets the kind of each request's end.
+        see: called with the result of each step.
     """
     reasons = {} if reasons is None else reasons
     pool = BlockPool(num_blocks, block_size)
@@ -86,6 +91,7 @@ def answer(
         max_model_len=256,
         block_size=block_size,
         grammars=grammars or Grammars(compiler),
+        clock=clock,
     )
     for request in requests:
         scheduler.add(request, 0.0)
@@ -97,6 +103,7 @@ def answer(
         if not plans:
             break
         result = runner.run(plans.popleft())
+        see(result)
         stops = {}
         for sample in result.samples:
             tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
@@ -219,7 +226,7 @@ class ScriptedCompiler:
         if grammar.source == "crash":
             raise ZeroDivisionError("with the client's words")
         matcher = self._compiler.compile(REGEX)
-        return {"break": Breaking, "burst": Bursting}.get(grammar.source, lambda found: found)(matcher)
+        return {"break": Breaking, "burst": Bursting, "slow": Slow}.get(grammar.source, lambda found: found)(matcher)
 
 
 class Breaking:
@@ -264,6 +271,126 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
     assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
+
+
+class Watch:
+    """A clock that stands still, but for the masks of grammars that take long."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+
+class Slow(Breaking):
+    """Takes 20 ms for each mask."""
+
+    watch = None
+
+    def __init__(self, matcher, num_left=0):
+        super().__init__(matcher, 10_000)
+
+    @property
+    def is_complete(self):
+        return self._matcher.is_complete
+
+    def fill(self, mask):
+        self.watch.now_s += 0.02
+        return self._matcher.fill(mask)
+
+
+class Idle(Executor):
+    """A helper that never has its turn."""
+
+    def submit(self, work, *args):
+        return Future()
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    watch = Watch()
+    monkeypatch.setattr(Slow, "watch", watch)
+    monkeypatch.setattr("cloister.executor.grammar.time.perf_counter", watch.now)
+    return watch
+
+
+def busy(compiler):
+    """Grammars whose masks nobody computes but the engine's thread."""
+    return Grammars(ScriptedCompiler(compiler), idle_helper)
+
+
+def idle_helper(name):
+    return Idle() if name == "cloister-grammar" else make_thread(name)
+
+
+SLOW = Grammar(GrammarKind.REGEX, "slow")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_that_take_long_hold_up_a_step_for_a_bounded_time_and_change_no_token(compiler, program, alone, watch, depth):
+    requests = [
+        make("greedy", temperature=0),
+        make("forked", SLOW, n=3),
+        make("drawn", SLOW),
+        make("patient", SLOW, min_tokens=60, logprobs=2),
+        make("biased", SLOW, logit_bias={ord("a"): 5.0}, presence_penalty=1.0),
+        make("free", None, ignore_eos=True, max_tokens=60),
+    ]
+    took_s, num_deferred = [0.0], 0
+
+    def see(result):
+        nonlocal num_deferred
+        took_s.append(watch.now_s)
+        num_deferred += len(result.deferred)
+
+    found, _ = answer(compiler, requests, program, grammars=busy(compiler), depth=depth, clock=watch, see=see)
+    assert found == {key: alone[key] for key in found}
+    assert len(found) == 8
+    assert num_deferred > 100
+    steps_s = [after - before for before, after in pairwise(took_s)]
+    assert max(steps_s) <= 0.04 + 1e-9  # one that is waited for in each part of the step: its tokens come from logits, or not
+
+
+def test_a_quick_grammar_gets_a_token_in_every_step_beside_slow_ones(compiler, program, watch):
+    def count_steps(requests):
+        num_steps, last = 0, 0
+
+        def see(result):
+            nonlocal num_steps, last
+            num_steps += 1
+            if any(sample.seq_id == 0 for sample in result.samples):
+                last = num_steps
+
+        answer(compiler, requests, program, grammars=busy(compiler), clock=watch, see=see)
+        return last
+
+    quick = make("quick", Grammar(GrammarKind.REGEX, "quick"), temperature=0)
+    assert count_steps([quick, make("slow", SLOW, n=8)]) == count_steps([quick])
+
+
+@pytest.mark.parametrize(("sizes", "depth"), cover([(400, 512), (60, 512), (60, 9)], [1, 2]))
+def test_tokens_are_the_same_if_masks_are_late_in_any_company(compiler, program, alone, sizes, depth):
+    num_blocks, max_tokens = sizes
+    num_deferred = 0
+
+    def see(result):
+        nonlocal num_deferred
+        num_deferred += len(result.deferred)
+
+    class Hurried(Watch):
+        def now(self):
+            self.now_s += 1.0
+            return self.now_s
+
+    grammars = Grammars(compiler, idle_helper)
+    together, num_preempted = answer(
+        compiler, company(), program, num_blocks=num_blocks, max_tokens=max_tokens, depth=depth, grammars=grammars,
+        clock=Hurried(), see=see,
+    )  # fmt: skip
+    assert together == alone
+    assert num_deferred > 100
+    assert sizes != (60, 512) or num_preempted > 0
 
 
 def wait_for(condition):

@@ -222,6 +222,7 @@ class RequestTable:
             self.prefix_cache.discard(sequence.request_state.sequences[0].keys if sequence.request_state.sequences else [])
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
+            sequence.is_behind = False
             sequence.may_restore = True
             sequence.layerwise = None
             self.wait(sequence)

@@ -416,12 +416,19 @@ class Scheduler:
         for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
                 self._policy.charge(sequence, num_prefill, end - start - num_prefill)
+                if sequence.seq_id in result.deferred:
+                    sequence.num_pending -= 1
+                    sequence.is_behind = True
+                    end = len(sequence.token_ids) - 1
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._requests.keep_blocks(sequence)
                     self._requests.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).pass_positions(end)
+                if sequence.is_behind and not sequence.num_in_flight:
+                    sequence.is_behind = False
+                    sequence.num_planned = end
         for sequence in step.forked:
             if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
                 self._requests.share_known(sequence, sequence.num_kept)

@@ -119,6 +119,7 @@ class SequenceRecord:
         num_kept: number of leading blocks offered to the prefix cache.
         snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
         last_snapshot: the same of the latest state that was kept beside those; 0 for none.
+        is_behind: a step has deferred its token (`StepResult.deferred`); it is planned again when no plan in flight names it.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
         may_restore: before it starts, a tier may be asked for its KV (`scheduler.kv_restores`).
         is_layerwise: its prompt is computed layer by layer (`scheduler.layerwise`). Positions planned and committed then count
@@ -129,6 +130,7 @@ class SequenceRecord:
     __slots__ = (
         "drafting",
         "index",
+        "is_behind",
         "is_layerwise",
         "is_unknown",
         "keys",
@@ -168,6 +170,7 @@ class SequenceRecord:
         self.num_drafts = 0
         self.drafting: object | None = None
         self.scheduling: object | None = None
+        self.is_behind = False
         self.is_unknown = False
         self.may_restore = True
         self.is_layerwise = False
@@ -183,7 +186,7 @@ class SequenceRecord:
     @property
     def num_wanted(self) -> int:
         """Positions still to plan for all known tokens and all that plans in flight will sample."""
-        if self.num_drafts:
+        if self.num_drafts or self.is_behind:
             return 0
         num_coming, state = len(self.token_ids), self.request_state
         if state.beams is None:  # the next tokens of beams are chosen when all of them are computed
