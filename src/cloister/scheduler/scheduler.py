@@ -791,10 +791,19 @@ class Scheduler:
         return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: PlannedStep, parent: SequenceRecord) -> None:
-        """Forks the request's other sequences from the one that has just computed the prompt."""
+        """Forks the request's other sequences from the one that has just computed the prompt, into slots that are free.
+
+        The others are queued, and find the prompt in the prefix cache when they have a slot. If a request waited for slots of
+        all its answers, those behind it would wait until as many had ended.
+        """
         state = parent.request_state
+        num_free = self.config.max_num_seqs - sum(s.num_slots for s in self._requests.running.values())
         for index in range(len(state.sequences), state.request.sampling.n):
             child = self._requests.make_sequence(state, index, list(parent.token_ids), parent.max_output)
+            num_free -= 1
+            if num_free < 0:
+                self._requests.wait(child)
+                continue
             child.table = table_of(parent).fork()
             child.num_planned = parent.num_planned
             child.num_committed = parent.num_planned
