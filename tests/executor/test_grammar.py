@@ -31,6 +31,7 @@ from tests.engine.replica import EOS, VOCAB_SIZE
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
 from tests.thinning import cover
+from tests.tree_history import DrawingTreeProgram, Erratic, Prophet, TreeHistoryProgram
 
 PATTERN = r"([a-f]{2,4}-[0-9]{1,3};){3,9}"
 REGEX = Grammar(GrammarKind.REGEX, PATTERN)
@@ -72,6 +73,8 @@ def answer(
     reasons=None,
     clock=None,
     see=lambda result: None,
+    drafter=None,
+    speculation=None,
 ):
     """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions).
 
@@ -84,7 +87,7 @@ def answer(
     config = SchedulerConfig(
         max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens), eos_token_ids=(EOS,)
     )
-    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size))
+    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size), speculation)
     runner = ModelRunner(
         program(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size),
         vocab_size=VOCAB_SIZE,
@@ -92,6 +95,7 @@ def answer(
         block_size=block_size,
         grammars=grammars or Grammars(compiler),
         clock=clock,
+        drafters={} if drafter is None else {"prophet": drafter},
     )
     for request in requests:
         scheduler.add(request, 0.0)
@@ -108,7 +112,7 @@ def answer(
         for sample in result.samples:
             tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
             if sample.token_ids[-1] == EOS or sample.seq_id in result.complete:
-                stops[sample.seq_id] = Stop(1)
+                stops[sample.seq_id] = Stop(len(sample.token_ids))
         for event in scheduler.commit(result, stops, step * 0.01):
             if isinstance(event, Ended):
                 ids = tokens.get(event.seq_id, [])[: event.num_output_tokens]
@@ -391,6 +395,30 @@ def test_tokens_are_the_same_if_masks_are_late_in_any_company(compiler, program,
     assert together == alone
     assert num_deferred > 100
     assert sizes != (60, 512) or num_preempted > 0
+
+
+def test_drafts_under_a_grammar_are_accepted_for_a_bounded_time_and_change_no_token(compiler, watch):
+    requests = [make("forked", SLOW, n=3), make("drawn", SLOW), make("greedy", temperature=0)]
+    program = DrawingTreeProgram if KERNELS else TreeHistoryProgram
+    expected = {
+        key: found
+        for request in requests
+        for key, found in answer(compiler, [request], program, grammars=busy(compiler))[0].items()
+    }
+    prompt = list(b"a prompt of some length")
+    drafter = Prophet([prompt + list(text.encode()) for text, _ in expected.values()], VOCAB_SIZE, rightness=1.0, chains=True)
+    took_s, num_accepted, speculation = [watch.now_s], [], Erratic()
+
+    def see(result):
+        took_s.append(watch.now_s)
+        num_accepted.append(sum(len(sample.accepted) for sample in result.samples))
+
+    found, _ = answer(
+        compiler, requests, program, grammars=busy(compiler), clock=watch, see=see, drafter=drafter, speculation=speculation
+    )
+    assert found == expected
+    assert max(num_accepted) > 1
+    assert max(after - before for before, after in pairwise(took_s)) <= 0.02 + 0.05 + 0.02
 
 
 def wait_for(condition):
