@@ -200,7 +200,7 @@ class TokenGenerator:
         tokens, first, seen = output.tokens.tolist(), 0, []
         for each in verified:
             own = slice(first, first + 1 + len(each.draft.token_ids))
-            if each.state.is_late:
+            if each.state.grammar is not None and each.state.grammar.is_late:
                 result.deferred.add(each.state.seq_id)
             else:
                 each.follow(tokens[own])
@@ -305,10 +305,11 @@ class TokenGenerator:
         result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, output.logits)
         verified = self._open_verifications(run, forks, rows)
         self._draft_masks_left_s = DRAFT_MASKS_S
+        going = verified
         if self._batch.num_guided:
             self._wait_for_masks([each.state for each in verified])
-        going = [each for each in verified if not each.state.is_late]
-        result.deferred |= {each.state.seq_id for each in verified if each.state.is_late}
+            going = [each for each in verified if not each.state.is_late]
+            result.deferred |= {each.state.seq_id for each in verified if each.state.is_late}
         while going:
             going = self._advance(going, output.logits, finite)
         self._finish(run, verified, result)

@@ -133,8 +133,6 @@ class BeamSearches:
             choose: returns the next one (`SchedulingPolicy.choose_search`).
         """
         held = self._requests.held_searches
-        if not held:
-            return
         known = self._requests.request_states.keys() - held.keys()  # one that waited for its KV meanwhile is held again
         self._admitted = [state for state in self._admitted if state.request.request_id in known]
         num_left = self._num_slots - sum(s.request.sampling.num_sequences for s in self._admitted)
