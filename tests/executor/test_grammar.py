@@ -10,6 +10,8 @@ import signal
 import threading
 import time
 from collections import deque
+from concurrent.futures import Executor, Future
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +21,7 @@ from cloister.backends.base import Capability
 from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor import grammar as grammar_module
-from cloister.executor.grammar import mask_tokens
+from cloister.executor.grammar import make_thread, mask_tokens
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
@@ -32,6 +34,7 @@ from tests.engine.replica import EOS, VOCAB_SIZE
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
 from tests.thinning import cover
+from tests.tree_history import DrawingTreeProgram, Erratic, Prophet, TreeHistoryProgram
 
 PATTERN = r"([a-f]{2,4}-[0-9]{1,3};){3,9}"
 REGEX = Grammar(GrammarKind.REGEX, PATTERN)
@@ -71,24 +74,31 @@ def answer(
     depth=1,
     grammars=None,
     reasons=None,
+    clock=None,
+    see=lambda result: None,
+    drafter=None,
+    speculation=None,
 ):
     """Runs requests to their end; returns ((request id, index) -> (text, reason), preemptions).
 
     Args:
         reasons: gets the kind of each request's end.
+        see: called with the result of each step.
     """
     reasons = {} if reasons is None else reasons
     pool = BlockPool(num_blocks, block_size)
     config = SchedulerConfig(
         max_model_len=256, max_num_seqs=16, budget=BudgetConfig(max_tokens=max_tokens), eos_token_ids=(EOS,)
     )
-    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size))
+    scheduler = Scheduler(config, pool, PrefixKeys("model", block_size), speculation)
     runner = ModelRunner(
         program(vocab_size=VOCAB_SIZE, num_blocks=num_blocks, block_size=block_size),
         vocab_size=VOCAB_SIZE,
         max_model_len=256,
         block_size=block_size,
         grammars=grammars or Grammars(compiler),
+        clock=clock,
+        drafters={} if drafter is None else {"prophet": drafter},
     )
     for request in requests:
         scheduler.add(request, 0.0)
@@ -100,11 +110,12 @@ def answer(
         if not plans:
             break
         result = runner.run(plans.popleft())
+        see(result)
         stops = {}
         for sample in result.samples:
             tokens.setdefault(sample.seq_id, []).extend(sample.token_ids)
             if sample.token_ids[-1] == EOS or sample.seq_id in result.complete:
-                stops[sample.seq_id] = Stop(1)
+                stops[sample.seq_id] = Stop(len(sample.token_ids))
         for event in scheduler.commit(result, stops, step * 0.01):
             if isinstance(event, Ended):
                 ids = tokens.get(event.seq_id, [])[: event.num_output_tokens]
@@ -222,7 +233,7 @@ class ScriptedCompiler:
         if grammar.source == "crash":
             raise ZeroDivisionError("with the client's words")
         matcher = self._compiler.compile(REGEX)
-        return {"break": Breaking, "burst": Bursting}.get(grammar.source, lambda found: found)(matcher)
+        return {"break": Breaking, "burst": Bursting, "slow": Slow}.get(grammar.source, lambda found: found)(matcher)
 
 
 class Breaking:
@@ -267,6 +278,150 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
     assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
+
+
+class Watch:
+    """A clock that stands still, but for the masks of grammars that take long."""
+
+    def __init__(self):
+        self.now_s = 0.0
+
+    def now(self):
+        return self.now_s
+
+
+class Slow(Breaking):
+    """Takes 20 ms for each mask."""
+
+    watch = None
+
+    def __init__(self, matcher, num_left=0):
+        super().__init__(matcher, 10_000)
+
+    @property
+    def is_complete(self):
+        return self._matcher.is_complete
+
+    def fill(self, mask):
+        self.watch.now_s += 0.02
+        return self._matcher.fill(mask)
+
+
+class Idle(Executor):
+    """A helper that never has its turn."""
+
+    def submit(self, work, *args):
+        return Future()
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    watch = Watch()
+    monkeypatch.setattr(Slow, "watch", watch)
+    monkeypatch.setattr("cloister.executor.grammar.time.perf_counter", watch.now)
+    return watch
+
+
+def busy(compiler):
+    """Grammars whose masks nobody computes but the engine's thread."""
+    return Grammars(ScriptedCompiler(compiler), idle_helper)
+
+
+def idle_helper(name):
+    return Idle() if name == "cloister-grammar" else make_thread(name)
+
+
+SLOW = Grammar(GrammarKind.REGEX, "slow")
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+def test_masks_that_take_long_hold_up_a_step_for_a_bounded_time_and_change_no_token(compiler, program, alone, watch, depth):
+    requests = [
+        make("greedy", temperature=0),
+        make("forked", SLOW, n=3),
+        make("drawn", SLOW),
+        make("patient", SLOW, min_tokens=60, logprobs=2),
+        make("biased", SLOW, logit_bias={ord("a"): 5.0}, presence_penalty=1.0),
+        make("free", None, ignore_eos=True, max_tokens=60),
+    ]
+    took_s, num_deferred = [0.0], 0
+
+    def see(result):
+        nonlocal num_deferred
+        took_s.append(watch.now_s)
+        num_deferred += len(result.deferred)
+
+    found, _ = answer(compiler, requests, program, grammars=busy(compiler), depth=depth, clock=watch, see=see)
+    assert found == {key: alone[key] for key in found}
+    assert len(found) == 8
+    assert num_deferred > 100
+    steps_s = [after - before for before, after in pairwise(took_s)]
+    assert max(steps_s) <= 0.04 + 1e-9  # one that is waited for in each part of the step: its tokens come from logits, or not
+
+
+def test_a_quick_grammar_gets_a_token_in_every_step_beside_slow_ones(compiler, program, watch):
+    def count_steps(requests):
+        num_steps, last = 0, 0
+
+        def see(result):
+            nonlocal num_steps, last
+            num_steps += 1
+            if any(sample.seq_id == 0 for sample in result.samples):
+                last = num_steps
+
+        answer(compiler, requests, program, grammars=busy(compiler), clock=watch, see=see)
+        return last
+
+    quick = make("quick", Grammar(GrammarKind.REGEX, "quick"), temperature=0)
+    assert count_steps([quick, make("slow", SLOW, n=8)]) == count_steps([quick])
+
+
+@pytest.mark.parametrize(("sizes", "depth"), cover([(400, 512), (60, 512), (60, 9)], [1, 2]))
+def test_tokens_are_the_same_if_masks_are_late_in_any_company(compiler, program, alone, sizes, depth):
+    num_blocks, max_tokens = sizes
+    num_deferred = 0
+
+    def see(result):
+        nonlocal num_deferred
+        num_deferred += len(result.deferred)
+
+    class Hurried(Watch):
+        def now(self):
+            self.now_s += 1.0
+            return self.now_s
+
+    grammars = Grammars(compiler, idle_helper)
+    together, num_preempted = answer(
+        compiler, company(), program, num_blocks=num_blocks, max_tokens=max_tokens, depth=depth, grammars=grammars,
+        clock=Hurried(), see=see,
+    )  # fmt: skip
+    assert together == alone
+    assert num_deferred > 100
+    assert sizes != (60, 512) or num_preempted > 0
+
+
+def test_drafts_under_a_grammar_are_accepted_for_a_bounded_time_and_change_no_token(compiler, watch):
+    requests = [make("forked", SLOW, n=3), make("drawn", SLOW), make("greedy", temperature=0)]
+    program = DrawingTreeProgram if KERNELS else TreeHistoryProgram
+    expected = {
+        key: found
+        for request in requests
+        for key, found in answer(compiler, [request], program, grammars=busy(compiler))[0].items()
+    }
+    prompt = list(b"a prompt of some length")
+    drafter = Prophet([prompt + list(text.encode()) for text, _ in expected.values()], VOCAB_SIZE, rightness=1.0, chains=True)
+    took_s, num_accepted, speculation = [watch.now_s], [], Erratic()
+
+    def see(result):
+        took_s.append(watch.now_s)
+        num_accepted.append(sum(len(sample.accepted) for sample in result.samples))
+
+    found, _ = answer(
+        compiler, requests, program, grammars=busy(compiler), clock=watch, see=see, drafter=drafter, speculation=speculation
+    )
+    assert found == expected
+    assert max(num_accepted) > 1
+    assert max(after - before for before, after in pairwise(took_s)) <= 0.02 + 0.05 + 0.02
 
 
 def wait_for(condition):

@@ -3,7 +3,7 @@
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
+from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.beam_search import Beams
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams, TokenLogprobs
@@ -28,9 +28,14 @@ class Bench:
         )  # fmt: skip
         self.now, self.events, self.held, self.answers, self.most_used = 0.0, [], {}, {}, 0
 
-    def add(self, name, prompt, width, max_tokens=8, n=1, **search):
+    def add(self, name, prompt, width, max_tokens=8, n=1, tenant="", **search):
         sampling = SamplingParams(n=n, max_tokens=max_tokens, temperature=0.0, beams=BeamSearch(width=width, **search))
-        self.scheduler.add(Request(request_id=name, token_ids=prompt, sampling=sampling), self.now)
+        self.scheduler.add(Request(request_id=name, token_ids=prompt, sampling=sampling, tenant=tenant), self.now)
+
+    def ask(self, name, prompt, max_tokens=1, **fields):
+        """Adds a request without a search."""
+        sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
+        self.scheduler.add(Request(request_id=name, token_ids=prompt, sampling=sampling, **fields), self.now)
 
     def step(self):
         self.now += 0.01
@@ -155,8 +160,8 @@ def test_one_that_ends_early_ends_once_for_each_answer_and_gives_everything_back
     ("fields", "message"),
     [
         ({"width": 2, "n": 3}, "n must be from 1 to 2"),
-        ({"width": 200}, "at most 64 sequences"),
-        ({"width": 60, "max_tokens": 100}, "60 beams may need"),
+        ({"width": 33}, "beam searches may hold 32 of the 64 sequences"),
+        ({"width": 30, "max_tokens": 200}, "30 beams may need"),
         ({"width": 1, "max_tokens": 1021}, "1 beams may need"),
         ({"width": 2, "length_penalty": 1e6}, "length_penalty must be"),
         ({"width": 2, "length_penalty": float("nan")}, "length_penalty must be"),
@@ -202,3 +207,67 @@ def test_more_beams_than_a_window_has_blocks_for_are_refused_at_once():
     bench.add("one", list(range(16)), 1, max_tokens=60)
     bench.run()
     assert [bench.ended(name)[0].reason for name in ("many", "one")] == [FinishReason.REJECTED, FinishReason.LENGTH]
+
+
+@pytest.mark.parametrize("max_num_seqs", [2, 3, 8])
+@pytest.mark.parametrize("policy", [name for name in POLICIES.names() if name != "static"])  # there a batch ends first
+def test_a_flood_of_searches_delays_no_other_request(policy, max_num_seqs):
+    bench = Bench(num_blocks=2048, max_num_seqs=max_num_seqs, policy=policy, max_model_len=1024)
+    width = max_num_seqs // 2
+    for i in range(5):
+        bench.add(f"flood{i}", [i, 1], width, max_tokens=500, tenant="flooding")
+    for _ in range(20):
+        bench.step()
+    for i in range(3):
+        bench.ask(f"other{i}", [7, i], max_tokens=3, tenant="other")
+        for _ in range(12):
+            bench.step()
+        assert [e.reason for e in bench.ended(f"other{i}")] == [FinishReason.LENGTH]
+    assert not bench.ended("flood0")
+    assert bench.scheduler.num_waiting == 4
+
+
+@pytest.mark.parametrize(
+    ("policy", "order"), [("fcfs", ["b", "c", "d"]), ("fair", ["d", "b", "c"]), ("priority", ["b", "c", "d"])]
+)
+def test_searches_have_turns_as_the_policy_gives_them(policy, order):
+    bench = Bench(max_num_seqs=8, policy=policy)
+    for name in "abc":
+        bench.add(name, [1, 2, 3], 4, max_tokens=30, tenant="flooding")
+        bench.step()
+    for _ in range(5):
+        bench.step()
+    bench.add("d", [1, 2, 3], 4, max_tokens=30, tenant="other")
+    bench.run()
+    ended = [e.request_id for e in bench.events if isinstance(e, Ended)]
+    assert ended == ["a", *order]
+    assert all(bench.found(name) == search([1, 2, 3], 4, 30)[:1] for name in ended)
+
+
+def test_a_held_search_that_ends_leaves_its_place_and_its_turn():
+    bench = Bench(max_num_seqs=4)
+    for name in "abcd":
+        bench.add(name, [1, 2, 3], 2, max_tokens=30)
+    bench.step()
+    bench.scheduler.abort("b", bench.now)
+    bench.scheduler.abort("a", bench.now)  # the one that runs
+    bench.run()
+    assert [e.reason for name in "abcd" for e in bench.ended(name)] == [FinishReason.ABORT] * 2 + [FinishReason.LENGTH] * 2
+
+
+def test_a_server_with_a_single_slot_searches_nothing():
+    bench = Bench(max_num_seqs=1)
+    bench.add("a", [1, 2, 3], 1)
+    bench.run()
+    assert "hold 0 of the 1 sequences" in bench.ended("a")[0].error
+
+
+@pytest.mark.parametrize(("num_steps", "counted"), [(0, 0), (1, 1), (3, 9), (50, 37)])
+def test_what_its_beams_were_extended_by_is_counted_also_where_it_ends_early(num_steps, counted):
+    bench = Bench()
+    bench.add("a", [1, 2, 3], 4, n=2, max_tokens=10)
+    for _ in range(num_steps):
+        bench.step()
+    bench.scheduler.abort("a", bench.now)
+    bench.run()
+    assert [e.num_beam_tokens for e in bench.ended("a")] == [0, counted]

@@ -138,3 +138,35 @@ def test_a_tenant_whose_requests_all_ended_owes_nothing_for_them() -> None:
     policy = replay.bench.scheduler._policy
     assert isinstance(policy, Fair)
     assert [(tenant.backlog, tenant.queued_behind) for tenant in policy._tenants.values()] == [(0, 0)]
+
+
+@pytest.mark.parametrize("policy", ["fair", "fcfs"])
+def test_a_request_for_as_many_answers_as_there_are_slots_holds_up_nobody_while_it_waits(policy: str) -> None:
+    bench = Bench(policy=policy, keys=False, **ENGINE)
+    bench.add("long", [7] * 16, max_tokens=2000, tenant="honest")
+    for _ in range(20):
+        bench.step()
+    bench.add("many", [7] * 16, max_tokens=100, tenant="other", n=8)
+    bench.step()
+    bench.add("new", [7] * 16, max_tokens=3, tenant="third")
+    num_steps = 0
+    while not any(isinstance(event, Ended) and event.request_id == "new" for event in bench.events):
+        bench.step()
+        num_steps += 1
+    assert num_steps < 250  # `long` runs for 2000
+    bench.run()
+    ends = [event for event in bench.events if isinstance(event, Ended) and event.request_id == "many"]
+    assert sorted(event.index for event in ends) == list(range(8))
+    assert [event.num_output_tokens for event in ends] == [100] * 8
+
+
+def test_a_newcomer_has_a_slot_soon_beside_a_request_for_as_many_answers_as_there_are_slots() -> None:
+    replay = Replay()
+    replay.add("other", prompt=16, num_tokens=2000, width=4, n=8)
+    for _ in range(100):
+        replay.step()
+    replay.bench.add("new", [7] * 16, max_tokens=3, tenant="third")
+    num_steps = 1
+    while not any(isinstance(event, Progressed) and event.request_id == "new" for event in replay.step()):
+        num_steps += 1
+    assert num_steps < QUANTUM / (8 * DECODE_WEIGHT) + 60

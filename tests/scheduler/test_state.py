@@ -138,7 +138,7 @@ def test_more_beams_than_there_are_states_for_are_refused():
     scheduler = Served(num_states=5).scheduler
     scheduler.add(request("beams", [1, 2, 3], beams=BeamSearch(width=3)), 0.0)
     (ended,) = [event for event in scheduler.take_events() if isinstance(event, Ended) and event.last]
-    assert "at most 2 sequences run at once" in ended.error
+    assert "beam searches may hold 1 of the 2 sequences" in ended.error
 
 
 def test_no_state_is_kept_under_public_keys():

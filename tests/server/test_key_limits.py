@@ -22,6 +22,7 @@ from tests.server.running_server import (
     serving_script,
     start_slow,
     start_speaking,
+    start_thinking,
 )
 from tests.server.test_bad_input import check_error
 
@@ -121,6 +122,13 @@ def test_tokens_are_reserved_and_what_was_not_used_comes_back(model_path):
         before = remaining(client)
         assert complete(client, prompt=["four", "five"], max_tokens=3, n=2).status_code == 200
         assert remaining(client) == before - 2 * (4 + 2 * 3)
+
+
+def test_a_beam_search_costs_what_its_beams_were_extended_by(model_path):
+    with limited(model_path, KeyQuota(tokens_per_day=100), start=start_thinking) as client:
+        search = {"use_beam_search": True, "ignore_eos": True, "prompt": "four"}
+        assert complete(client, best_of=4, max_tokens=10, **search).json()["usage"]["total_tokens"] == 4 + 10
+        assert remaining(client) == 100 - 4 - (1 + 9 * 4)  # the first token of all beams comes from the prompt
 
 
 def test_one_prompt_of_several_that_is_too_much_refuses_the_call_and_gives_the_others_back(model_path):

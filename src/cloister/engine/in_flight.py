@@ -65,6 +65,7 @@ class EngineStats:
     """The engine's statistics of one request. Times are of the monotonic clock.
 
     Attributes:
+        num_beam_tokens: as in `Ended`.
         fingerprint: of the weights of the engine that has or had it; they stay the same once its answer has begun.
         replicas: which had it, in order; empty where there is one engine.
     """
@@ -72,6 +73,7 @@ class EngineStats:
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
     num_output_tokens: int = 0
+    num_beam_tokens: int = 0
     arrival_s: float | None = None
     scheduled_s: float | None = None
     first_token_s: float | None = None
@@ -94,6 +96,7 @@ class EngineStats:
                 self.reasons.append(event.reason.value)
                 self.num_cached_tokens = max(self.num_cached_tokens, event.num_cached_tokens)  # documents may be found later
                 self.num_output_tokens += event.num_output_tokens
+                self.num_beam_tokens += event.num_beam_tokens
                 self.first_token_s, self.ended_s = event.first_token_s, event.now_s
             case _:
                 pass

@@ -18,12 +18,14 @@ import numpy.typing as npt
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, HiddenRows, VerifyFeedback
+from cloister.executor.grammar import DRAFT_MASKS_S, MASK_WAIT_S, wait_for_masks
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.sampling import NOT_FINITE, finite_rows, greedy_tokens
 from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification, accept_drawn
+from cloister.types.clock import Clock
 from cloister.types.errors import EngineError
 from cloister.types.step import Fork, Sample, StepResult
 
@@ -38,6 +40,8 @@ class TokenGenerator:
         batch: the sequences of the runner.
         drafting: called with forks, and with the model's output of steps that it observes.
         tables: layout of block tables.
+        clock: measures how long a step waits for masks.
+        may_defer: a sequence whose mask is late may get its token in a later step.
     """
 
     def __init__(
@@ -48,7 +52,10 @@ class TokenGenerator:
         *,
         vocab_size: int,
         tables: TableLayout,
+        clock: Clock,
+        may_defer: bool,
     ) -> None:
+        self._clock = clock
         self._program = program
         self._executor = ProgramExecutor(program, vocab_size)
         self._batch = batch
@@ -56,6 +63,10 @@ class TokenGenerator:
         self._drafting = drafting
         self._drafts = len(drafting) > 0
         self._shows_every = drafting.wants_every_hidden and Capability.EVERY_HIDDEN in program.capabilities
+        # A state goes on with each position, and so do drafters that read all of them: neither can take one twice.
+        may_defer = may_defer and tables.state_group is None and not self._shows_every
+        self._mask_wait_s = MASK_WAIT_S if may_defer else None
+        self._draft_masks_left_s = DRAFT_MASKS_S
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
     def start(self, live: list[ScheduledSequence], forks: list[Fork], result: StepResult) -> Callable[[], None] | None:
@@ -189,7 +200,10 @@ class TokenGenerator:
         tokens, first, seen = output.tokens.tolist(), 0, []
         for each in verified:
             own = slice(first, first + 1 + len(each.draft.token_ids))
-            each.follow(tokens[own])
+            if each.state.grammar is not None and each.state.grammar.is_late:
+                result.deferred.add(each.state.seq_id)
+            else:
+                each.follow(tokens[own])
             if each.token_ids and each.state.seq_id in watched:
                 seen.append(each.feedback(output.tokens[own], output))
             first = own.stop
@@ -265,7 +279,7 @@ class TokenGenerator:
             sampling = self._batch.sampling_metadata(states, np.arange(len(states), dtype=np.int32), positions)
         masks = None
         if self._batch.num_guided and not all(state.grammar is None for state in states):
-            masks = partial(_stack_masks, states)
+            masks = partial(self._stack_masks, states)
         return Wants(sampling=sampling, masks=masks, num_top=num_top, hidden=shows_hidden, every_hidden=self._shows_every)
 
     # Tokens sampled from logits
@@ -289,7 +303,13 @@ class TokenGenerator:
             if not finite[first : first + part.num_prompt_rows + part.plan.num_samples].all():
                 part.state.failure = NOT_FINITE
         result.prompt_logprobs |= prompt_logprobs([part for part in run if part.num_prompt_rows], rows, output.logits)
-        going = verified = self._open_verifications(run, forks, rows)
+        verified = self._open_verifications(run, forks, rows)
+        self._draft_masks_left_s = DRAFT_MASKS_S
+        going = verified
+        if self._batch.num_guided:
+            self._wait_for_masks([each.state for each in verified])
+            going = [each for each in verified if not each.state.is_late]
+            result.deferred |= {each.state.seq_id for each in verified if each.state.is_late}
         while going:
             going = self._advance(going, output.logits, finite)
         self._finish(run, verified, result)
@@ -321,7 +341,38 @@ class TokenGenerator:
                 children[place], tokens[place] = child, token
         entries = sample_logprobs(states, rows, logits, tokens)
         chosen = zip(going, tokens.tolist(), children, strict=True)
-        return [each for place, (each, token, child) in enumerate(chosen) if each.accept(token, child, entries.get(place))]
+        going_on = []
+        for place, (each, token, child) in enumerate(chosen):
+            if each.state.grammar is None:
+                goes_on = each.accept(token, child, entries.get(place))
+            else:
+                began_s = self._clock.now()
+                each.has_time = self._draft_masks_left_s > 0.0
+                goes_on = each.accept(token, child, entries.get(place))
+                self._draft_masks_left_s -= self._clock.now() - began_s if goes_on else 0.0
+            if goes_on:
+                going_on.append(each)
+        return going_on
+
+    # Masks of grammars
+
+    def _wait_for_masks(self, states: Sequence[SequenceState]) -> None:
+        """Waits for masks, for a bounded time where sequences may be deferred."""
+        wait_for_masks([state.grammar for state in states if state.grammar is not None], self._clock, self._mask_wait_s)
+
+    def _stack_masks(self, states: list[SequenceState]) -> MaskArray:
+        """Returns the token mask of each sequence, [len(states), num_words]; all ones for one without a grammar, or whose mask
+        is late."""
+        self._wait_for_masks(states)
+        masks = [None if state.grammar is None or state.is_late else state.grammar.mask() for state in states]
+        if len(masks) == 1 and masks[0] is not None:
+            return masks[0][None]
+        num_words = next(state.grammar.num_words for state in states if state.grammar is not None)
+        stacked = np.full((len(masks), num_words), 0xFFFFFFFF, np.uint32)
+        for row, mask in enumerate(masks):
+            if mask is not None:
+                stacked[row] = mask
+        return stacked
 
 
 def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
@@ -330,6 +381,9 @@ def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch
         raise EngineError(f"the program returned tokens of shape {output.tokens.shape}")
     samples = result.samples = []
     for state, token in zip(states, output.tokens.tolist(), strict=True):
+        if state.grammar is not None and state.grammar.is_late:
+            result.deferred.add(state.seq_id)
+            continue
         if token < 0:
             state.failure = (state.grammar and state.grammar.failure) or NOT_FINITE
             continue
@@ -340,19 +394,6 @@ def _append(states: list[SequenceState], output: StepOutput, batch: ForwardBatch
             if state.failure is not None:
                 continue
         samples.append(Sample(state.seq_id, [token]))
-
-
-def _stack_masks(states: list[SequenceState]) -> MaskArray:
-    """Returns the token mask of each sequence, [len(states), num_words]; all ones for one without a grammar."""
-    masks = [None if state.grammar is None else state.grammar.mask() for state in states]
-    if len(masks) == 1 and masks[0] is not None:
-        return masks[0][None]
-    num_words = next(mask.size for mask in masks if mask is not None)
-    stacked = np.full((len(masks), num_words), 0xFFFFFFFF, np.uint32)
-    for row, mask in enumerate(masks):
-        if mask is not None:
-            stacked[row] = mask
-    return stacked
 
 
 def _see(verified: Sequence[Verification], output: StepOutput) -> list[VerifyFeedback]:

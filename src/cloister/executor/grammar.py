@@ -1,8 +1,9 @@
 """Grammars of running sequences: compiled in the background; masks are computed one step ahead of the token.
 
-After a token is chosen its grammar advances, and a helper thread computes the next mask during the next forward pass; if all
-cores are busy and the helper has not run, the engine's thread computes it afterwards. The runner owns this state (plans hold no
-token ids): a resumed sequence reads its tokens again, a forked one copies it.
+After a token is chosen its grammar advances, and a helper thread computes the next mask during the next forward pass; what
+the helper has not begun, the engine's thread computes afterwards. It does so for a bounded time only: sequences whose masks
+are late then get no token in this step (`wait_for_masks`). The runner owns this state (plans hold no token ids): a resumed
+sequence reads its tokens again, a forked one copies it.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cloister.types.clock import Clock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import COMPILE_TIMEOUT_S, COMPILE_WALL_S, Grammar, SamplingParams
 
@@ -26,6 +28,10 @@ MaskArray = npt.NDArray[np.uint32]
 
 MASK_TIMEOUT_S: Final = 5.0
 """Timeout for one sequence's mask. The library's own limits stop after about 20 ms."""
+MASK_WAIT_S: Final = 0.01
+"""Time that a step takes for masks that are late, of all its sequences together."""
+DRAFT_MASKS_S: Final = 0.05
+"""Time that a step takes for masks behind accepted drafts; then no further draft under a grammar is accepted."""
 MAX_LEFT: Final = 2
 """Maximum number of abandoned compiling threads."""
 _SIMPLER: Final = (
@@ -83,16 +89,39 @@ class Compiler(Protocol):
         ...
 
 
+@dataclass(slots=True)
+class MaskCost:
+    """What the masks of one grammar take, in all of its sequences.
+
+    Attributes:
+        longest_s: the longest one so far.
+    """
+
+    longest_s: float = 0.0
+
+
+_Ready = tuple[Matcher, MaskArray, MaskCost]
+"""A compiled grammar with its first mask."""
+
+
 class GrammarState:
     """The grammar state of one sequence, and the mask of its next token.
 
     Attributes:
         failure: why it cannot continue, or None.
         must_end: only EOS may follow, even if EOS is otherwise masked.
+        is_late: its mask is not there, and the step does not wait for it (`wait_for_masks`).
+        cost: what the masks of its grammar take.
     """
 
     def __init__(
-        self, matcher: Matcher, mask: MaskArray, eos: MaskArray, sampling: SamplingParams, unread: list[int] | None = None
+        self,
+        matcher: Matcher,
+        mask: MaskArray,
+        eos: MaskArray,
+        sampling: SamplingParams,
+        unread: list[int] | None = None,
+        cost: MaskCost | None = None,
     ) -> None:
         self.failure: str | None = None
         self.must_end = False
@@ -100,8 +129,18 @@ class GrammarState:
         self._mask = mask
         self._eos = eos
         self._sampling = sampling
-        self._job: Future[None] | None = None
+        self.is_late = False
+        self.cost = MaskCost() if cost is None else cost
+        self._is_expected = False
+        self._is_unclaimed = False
+        self._claim = threading.Lock()
+        self._done = threading.Event()
         self._unread = unread or []
+
+    @property
+    def num_words(self) -> int:
+        """Length of the mask."""
+        return self._mask.size
 
     @property
     def is_complete(self) -> bool:
@@ -115,6 +154,7 @@ class GrammarState:
 
     def look_ahead(self) -> None:
         """Computes the mask, in one thread at a time. Never raises, because the job also serves other sequences."""
+        began_s = time.perf_counter()
         unread, self._unread = self._unread, []
         try:
             is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
@@ -124,10 +164,29 @@ class GrammarState:
             self._fail()
         elif self._sampling.ignore_eos or self._sampling.min_tokens:
             self._keep_eos_back()
+        self.cost.longest_s = max(self.cost.longest_s, time.perf_counter() - began_s)
 
-    def expect(self, job: Future[None]) -> None:
-        """Marks the mask as being computed."""
-        self._job = job
+    def expect(self) -> None:
+        """Marks the mask as one that some thread will compute: the first that claims it."""
+        self._done.clear()
+        self._is_expected = self._is_unclaimed = True
+
+    def look_ahead_if_unclaimed(self) -> None:
+        """Computes the mask, unless another thread does or has."""
+        if self._take():
+            self.look_ahead()
+            self._done.set()
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether nobody has to wait for the mask."""
+        return not self._is_expected or self._done.is_set()
+
+    def wait(self, timeout_s: float) -> bool:
+        """Waits for a thread that computes the mask, or computes it here, however long that takes; returns whether it is
+        there."""
+        self.look_ahead_if_unclaimed()
+        return self._done.wait(timeout_s)
 
     def mask(self) -> MaskArray:
         """Waits for and returns the mask of the next token, [num_words] uint32."""
@@ -137,21 +196,20 @@ class GrammarState:
     def copy(self) -> GrammarState:
         """Returns a copy of this state for another sequence."""
         self._wait()
-        copied = GrammarState(self._matcher.copy(), self._mask.copy(), self._eos, self._sampling)
+        copied = GrammarState(self._matcher.copy(), self._mask.copy(), self._eos, self._sampling, cost=self.cost)
         copied.failure, copied.must_end = self.failure, self.must_end
         return copied
 
     def _wait(self) -> None:
-        job, self._job = self._job, None
-        if job is None:
-            return
-        if job.cancel():  # the helper has not begun, and may be delayed
-            self.look_ahead()
-            return
-        try:
-            job.result(MASK_TIMEOUT_S)
-        except Exception:  # it takes too long, or the helper failed
+        if self._is_expected and not self.wait(MASK_TIMEOUT_S):
             self._fail()
+        self._is_expected = False
+
+    def _take(self) -> bool:
+        """Claims the mask; returns False if that was done before."""
+        with self._claim:
+            is_mine, self._is_unclaimed = self._is_unclaimed, False
+        return is_mine
 
     def _fail(self) -> None:
         """Masks every token, in an array that no other thread writes."""
@@ -226,7 +284,7 @@ class _Compiled:
     """
 
     owner: weakref.ref[Grammar]
-    job: Future[tuple[Matcher, MaskArray]] | None
+    job: Future[_Ready] | None
     taken: CompileTime
     objection: str | None = None
     is_moved: bool = False
@@ -257,7 +315,7 @@ class Grammars:
         self._compiled: dict[int, _Compiled] = {}
         self._masks = make_thread("cloister-grammar")
         self._compiling = make_thread("cloister-compile")
-        self._left: list[Future[tuple[Matcher, MaskArray]]] = []
+        self._left: list[Future[_Ready]] = []
 
     def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
         """Starts to compile a grammar; returns True if it is already compiled.
@@ -319,7 +377,7 @@ class Grammars:
         found.job, found.is_moved = self._start(grammar, found.taken), True
         return found.job is None
 
-    def _leave(self, jobs: Sequence[Future[tuple[Matcher, MaskArray]]]) -> None:
+    def _leave(self, jobs: Sequence[Future[_Ready]]) -> None:
         """Abandons a compiling thread."""
         if jobs:
             self._left += jobs
@@ -337,20 +395,20 @@ class Grammars:
             if found.job is None or found.objection is not None:
                 kind = InvalidRequestError if found.objection == TOO_SLOW else CloisterError
                 raise kind(found.objection or TOO_BUSY)
-            matcher, mask = found.job.result(COMPILE_TIMEOUT_S)
+            matcher, mask, cost = found.job.result(COMPILE_TIMEOUT_S)
         except FutureTimeoutError:
             self.give_up(grammar)
             raise InvalidRequestError(TOO_SLOW) from None
-        state = GrammarState(matcher.copy(), mask.copy(), self._eos, sampling, token_ids)
+        state = GrammarState(matcher.copy(), mask.copy(), self._eos, sampling, token_ids, cost)
         if token_ids or sampling.ignore_eos or sampling.min_tokens:
             self.look_ahead([state])
         return state
 
     def look_ahead(self, states: Sequence[GrammarState]) -> None:
         """Starts to compute the masks of sequences that have just advanced."""
-        job = self._masks.submit(_look_ahead, states)
         for state in states:
-            state.expect(job)
+            state.expect()
+        self._masks.submit(_look_ahead, states)
 
     def _find(self, grammar: Grammar) -> _Compiled:
         key = id(grammar)
@@ -361,22 +419,24 @@ class Grammars:
             found = self._compiled[key] = _Compiled(owner, self._start(grammar, taken), taken)
         return found
 
-    def _start(self, grammar: Grammar, taken: CompileTime) -> Future[tuple[Matcher, MaskArray]] | None:
+    def _start(self, grammar: Grammar, taken: CompileTime) -> Future[_Ready] | None:
         self._left = [job for job in self._left if not job.done()]
         return self._compiling.submit(self._compile, grammar, taken) if len(self._left) < MAX_LEFT else None
 
-    def _compile(self, grammar: Grammar, taken: CompileTime) -> tuple[Matcher, MaskArray]:
+    def _compile(self, grammar: Grammar, taken: CompileTime) -> _Ready:
         taken.begin()
         try:
             matcher, mask = self._compiler.compile(grammar), np.zeros_like(self._eos)
+            began_s = time.perf_counter()
             is_filled = matcher.fill(mask)
+            cost = MaskCost(time.perf_counter() - began_s)
         except CloisterError:
             raise
         except Exception as error:  # its text may contain user content
             raise InvalidRequestError(f"the grammar cannot be compiled ({type(error).__name__}); {_SIMPLER}") from None
         if not is_filled:
             raise InvalidRequestError(_TOO_COMPLEX)
-        return matcher, mask
+        return matcher, mask, cost
 
     def _forget(self, key: int, owner: weakref.ref[Grammar]) -> None:
         found = self._compiled.get(key)
@@ -386,7 +446,31 @@ class Grammars:
 
 def _look_ahead(states: Sequence[GrammarState]) -> None:
     for state in states:
-        state.look_ahead()
+        state.look_ahead_if_unclaimed()
+
+
+def wait_for_masks(states: Sequence[GrammarState], clock: Clock, most_s: float | None) -> None:
+    """Waits for the masks of a step, and marks those that are late.
+
+    First come those of grammars whose masks take least, so that others hold them up no longer than a step may wait; the helper
+    computes them meanwhile. At least one is waited for.
+
+    Args:
+        most_s: for all of them together; None waits for all.
+    """
+    missing = []
+    for state in states:
+        state.is_late = False
+        if not state.is_ready:
+            missing.append(state)
+    if most_s is None or len(missing) < 2:
+        return  # `mask` waits
+    missing.sort(key=lambda state: state.cost.longest_s)
+    until_s = clock.now() + most_s
+    missing[0].mask()
+    for state in missing[1:]:
+        left_s = until_s - clock.now()
+        state.is_late = left_s <= 0.0 or not state.wait(left_s)
 
 
 def mask_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:

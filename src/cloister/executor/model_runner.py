@@ -81,10 +81,11 @@ class ModelRunner:
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
-        self._generator = TokenGenerator(program, self._batch, self._drafting, vocab_size=vocab_size, tables=self._tables)
-        self._last_layer = TokenGenerator(
-            program, self._batch, DrafterGroup({}, self._clock, takes_trees=False), vocab_size=vocab_size, tables=self._tables
+        make_generator = partial(
+            TokenGenerator, program, self._batch, vocab_size=vocab_size, tables=self._tables, clock=self._clock
         )
+        self._generator = make_generator(self._drafting, may_defer=True)
+        self._last_layer = make_generator(DrafterGroup({}, self._clock, takes_trees=False), may_defer=False)
         self._layerwise = LayerwisePrefill(program, self._tables, self._generate_from_last_layer)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
@@ -141,6 +142,9 @@ class ModelRunner:
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         parts = [self._part(part) for part in plan.sequences]
+        if self._batch.num_guided and (behind := [part for part in parts if self._is_behind(part)]):
+            result.deferred = {part.state.seq_id for part in behind}
+            parts = [part for part in parts if part.state.seq_id not in result.deferred]
         if self._tables.ranges is not None:
             self._batch.map_blocks([part.state for part in parts])
         if self._drafts:
@@ -199,6 +203,10 @@ class ModelRunner:
             if drafts
             else parts
         )
+
+    def _is_behind(self, part: ScheduledSequence) -> bool:
+        """Whether the step before, of which the plan did not know the result, has deferred its last token."""
+        return part.state.grammar is not None and part.state.failure is None and part.end > len(part.state.tokens)
 
     def _begin_encoding(self, seq_id: int, offset: int) -> None:
         images = self._batch[seq_id].images

@@ -103,6 +103,11 @@ class SequenceState:
         return self.stop_mask if self.num_output_tokens < self.sampling.min_tokens else None
 
     @property
+    def is_late(self) -> bool:
+        """Whether it gets no token in this step, as the mask of its grammar is late."""
+        return self.grammar is not None and self.grammar.is_late
+
+    @property
     def is_unsupported(self) -> bool:
         """Whether it cannot continue because of its grammar."""
         return self.is_refused or (self.grammar is not None and self.grammar.failure is not None)

@@ -35,9 +35,10 @@ class Verification:
         path: indices of accepted drafts so far, parents before children.
         token_ids: new tokens: accepted drafts, then the token that no draft predicted.
         logprobs: log-probabilities of these, if requested.
+        has_time: another mask may be computed in this step.
     """
 
-    __slots__ = ("draft", "logprobs", "path", "root", "state", "token_ids")
+    __slots__ = ("draft", "has_time", "logprobs", "path", "root", "state", "token_ids")
 
     def __init__(self, state: SequenceState, draft: Draft, root: int) -> None:
         self.state = state
@@ -46,6 +47,7 @@ class Verification:
         self.path: list[int] = []
         self.token_ids: list[int] = []
         self.logprobs: list[TokenLogprobs] | None = None
+        self.has_time = True
 
     @property
     def row(self) -> int:
@@ -109,8 +111,8 @@ class Verification:
         if child is None or token_id in state.stops:
             return False
         if state.grammar is not None:
-            if state.grammar.is_complete:
-                return False  # nothing can follow, so there is no token to sample after the draft
+            if state.grammar.is_complete or not self.has_time:
+                return False  # nothing can follow, so there is no token to sample after the draft; or not in this step
             state.grammar.look_ahead()
         self.path.append(child)
         return True

@@ -6,7 +6,7 @@ The search of `transformers` (`generate(num_beams=...)`, `do_sample=False`), aga
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from heapq import nsmallest
 from typing import NamedTuple
 
@@ -115,10 +115,35 @@ class BeamSearches:
 
     Args:
         requests: table of requests, which holds the beams as sequences and receives their answers.
+        num_slots: slots that all searches together may hold. Beams are never preempted, so others need slots that beams cannot
+            take.
     """
 
-    def __init__(self, requests: RequestTable) -> None:
+    def __init__(self, requests: RequestTable, num_slots: int) -> None:
         self._requests = requests
+        self._num_slots = num_slots
+        self._admitted: list[RequestState] = []
+
+    def admit(self, choose: Callable[[Collection[RequestState]], RequestState]) -> None:
+        """Queues searches that were held, while all that are queued or run have slots in their share.
+
+        One that waited in the policy's queue for others to end would hold up every request behind it.
+
+        Args:
+            choose: returns the next one (`SchedulingPolicy.choose_search`).
+        """
+        held = self._requests.held_searches
+        known = self._requests.request_states.keys() - held.keys()  # one that waited for its KV meanwhile is held again
+        self._admitted = [state for state in self._admitted if state.request.request_id in known]
+        num_left = self._num_slots - sum(s.request.sampling.num_sequences for s in self._admitted)
+        while held:
+            state = choose(held.values())
+            num_left -= state.request.sampling.num_sequences
+            if num_left < 0:
+                return
+            del held[state.request.request_id]
+            self._admitted.append(state)
+            self._requests.queue(state)
 
     def count_promised(self) -> list[int]:
         """Returns the blocks of each group that all searches may still need."""
@@ -154,6 +179,7 @@ class BeamSearches:
             return
         if not beams.collect(sequence.seq_id, sample.logprobs[0].top):
             return
+        state.num_beam_tokens += len(state.sequences)
         parents = {s.seq_id: s for s in state.sequences}
         kept = beams.advance({seq_id: s.token_ids[state.num_prompt_tokens :] for seq_id, s in parents.items()})
         if beams.is_done:

@@ -34,6 +34,7 @@ class RequestTable:
     Attributes:
         request_states: requests by id.
         waiting_for_grammar: requests that wait for a grammar, and are not queued yet.
+        held_searches: beam searches that wait for the share of all searches, and are not queued yet, in order of arrival.
         sequences: sequences by id, including ended ones that a plan in flight still names.
         running: sequences that are planned.
         departures: ids of sequences that the runner must drop.
@@ -55,6 +56,7 @@ class RequestTable:
         self.on_preempt: Callable[[SequenceRecord, float], None] = lambda sequence, now: None
         self.request_states: dict[str, RequestState] = {}
         self.waiting_for_grammar: dict[str, RequestState] = {}
+        self.held_searches: dict[str, RequestState] = {}
         self.sequences: dict[int, SequenceRecord] = {}
         self.running: dict[int, SequenceRecord] = {}
         self.num_waiting = 0
@@ -166,7 +168,15 @@ class RequestTable:
                 del self.sequences[sequence.seq_id]
 
     def wait_for_slots(self, state: RequestState) -> None:
-        """Queues the sequences of a new request."""
+        """Queues the sequences of a new request. A beam search is held until there is room in the share of all of them
+        (`BeamSearches.admit`)."""
+        if state.beams is not None:
+            self.held_searches[state.request.request_id] = state
+        else:
+            self.queue(state)
+
+    def queue(self, state: RequestState) -> None:
+        """Queues the sequences of a new request, for slots that the policy gives."""
         for sequence in state.sequences:
             if sequence.status in (Status.NEW, Status.LOADING):
                 self.wait(sequence)
@@ -212,6 +222,7 @@ class RequestTable:
             self.prefix_cache.discard(sequence.request_state.sequences[0].keys if sequence.request_state.sequences else [])
         if sequence.status is Status.PREEMPTING:
             sequence.num_planned = sequence.num_committed = sequence.num_pending = sequence.num_kept = 0
+            sequence.is_behind = False
             sequence.may_restore = True
             sequence.layerwise = None
             self.wait(sequence)
@@ -407,6 +418,7 @@ class RequestTable:
                 last=state.num_open == 0,
                 stop_reason=stop_reason,
                 error=error,
+                num_beam_tokens=state.num_beam_tokens if state.num_open == 0 else 0,
             )
         )
         self._close(sequence, now)
@@ -432,6 +444,7 @@ class RequestTable:
             if state.prefill_only:
                 self.left.append(state.request.request_id)
             self.waiting_for_grammar.pop(state.request.request_id, None)
+            self.held_searches.pop(state.request.request_id, None)
             self.on_end(state)
         self.release_blocks(sequence)
 

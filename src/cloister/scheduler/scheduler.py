@@ -153,7 +153,7 @@ class Scheduler:
             )
         )
         self._has_windows = any(group.window is not None for group in pool.groups)
-        self._searches = BeamSearches(self._requests)
+        self._searches = BeamSearches(self._requests, self._max_num_seqs // 2)
         self._encodings = ImageEncodings(config.num_images_at_once)
         self.prefix_cache = self._requests.prefix_cache
         self._time = StepTime() if self.prefix_cache is None else self.prefix_cache.kept.time
@@ -199,7 +199,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._requests.num_waiting
+        return self._requests.num_waiting + len(self._requests.held_searches)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -383,6 +383,8 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
+        if self._requests.held_searches:
+            self._searches.admit(self._policy.choose_search)
         budget = StepBudget(self.cost, self.config.budget)
         step = PlannedStep(StepPlan(plan_id=self._next_plan), budget, now, self._policy.level_slack)
         self._fill(step)
@@ -415,12 +417,19 @@ class Scheduler:
         for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
                 self._policy.charge(sequence, num_prefill, end - start - num_prefill)
+                if sequence.seq_id in result.deferred:
+                    sequence.num_pending -= 1
+                    sequence.is_behind = True
+                    end = len(sequence.token_ids) - 1
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._requests.keep_blocks(sequence)
                     self._requests.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).pass_positions(end)
+                if sequence.is_behind and not sequence.num_in_flight:
+                    sequence.is_behind = False
+                    sequence.num_planned = end
         for sequence in step.forked:
             if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
                 self._requests.share_known(sequence, sequence.num_kept)
@@ -783,10 +792,19 @@ class Scheduler:
         return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: PlannedStep, parent: SequenceRecord) -> None:
-        """Forks the request's other sequences from the one that has just computed the prompt."""
+        """Forks the request's other sequences from the one that has just computed the prompt, into slots that are free.
+
+        The others are queued, and find the prompt in the prefix cache when they have a slot. If a request waited for slots of
+        all its answers, those behind it would wait until as many had ended.
+        """
         state = parent.request_state
+        num_free = self.config.max_num_seqs - sum(s.num_slots for s in self._requests.running.values())
         for index in range(len(state.sequences), state.request.sampling.n):
             child = self._requests.make_sequence(state, index, list(parent.token_ids), parent.max_output)
+            num_free -= 1
+            if num_free < 0:
+                self._requests.wait(child)
+                continue
             child.table = table_of(parent).fork()
             child.num_planned = parent.num_planned
             child.num_committed = parent.num_planned

@@ -44,6 +44,7 @@ class RequestState:
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
+        num_beam_tokens: tokens that its beams were extended by, all together, which quotas count.
         hold_kv_s: for how long its cached blocks are leased when it ends.
         prefill_only: it leaves after its first token.
         is_forgotten: what its scope had cached was dropped while it was here; no further block of it is cached.
@@ -58,6 +59,7 @@ class RequestState:
         "hold_kv_s",
         "is_forgotten",
         "kept_root",
+        "num_beam_tokens",
         "num_cached_tokens",
         "num_open",
         "num_prompt_tokens",
@@ -89,6 +91,7 @@ class RequestState:
         self.first_token_s: float | None = None
         self.sequences: list[SequenceRecord] = []
         self.beams: Beams | None = None
+        self.num_beam_tokens = 0
         self.hold_kv_s = 0.0
         self.prefill_only = False
         self.is_forgotten = False
@@ -116,6 +119,7 @@ class SequenceRecord:
         num_kept: number of leading blocks offered to the prefix cache.
         snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
         last_snapshot: the same of the latest state that was kept beside those; 0 for none.
+        is_behind: a step has deferred its token (`StepResult.deferred`); it is planned again when no plan in flight names it.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
         may_restore: before it starts, a tier may be asked for its KV (`scheduler.kv_restores`).
         is_layerwise: its prompt is computed layer by layer (`scheduler.layerwise`). Positions planned and committed then count
@@ -126,6 +130,7 @@ class SequenceRecord:
     __slots__ = (
         "drafting",
         "index",
+        "is_behind",
         "is_layerwise",
         "is_unknown",
         "keys",
@@ -165,6 +170,7 @@ class SequenceRecord:
         self.num_drafts = 0
         self.drafting: object | None = None
         self.scheduling: object | None = None
+        self.is_behind = False
         self.is_unknown = False
         self.may_restore = True
         self.is_layerwise = False
@@ -180,7 +186,7 @@ class SequenceRecord:
     @property
     def num_wanted(self) -> int:
         """Positions still to plan for all known tokens and all that plans in flight will sample."""
-        if self.num_drafts:
+        if self.num_drafts or self.is_behind:
             return 0
         num_coming, state = len(self.token_ids), self.request_state
         if state.beams is None:  # the next tokens of beams are chosen when all of them are computed
@@ -216,8 +222,10 @@ class SequenceRecord:
 
     @property
     def num_slots(self) -> int:
-        """Running slots that it needs: its own, and one for each sequence that will fork from it."""
-        return 1 + (self.request_state.num_unforked if self.index == 0 else 0)
+        """Running slots that it needs: its own, and one for each beam that will fork from it. Answers need none: those that
+        find no free slot when the prompt is computed are queued (`Scheduler._fork`)."""
+        state = self.request_state
+        return 1 + (state.num_unforked if self.index == 0 and state.beams is not None else 0)
 
 
 def introduce(sequence: SequenceRecord) -> NewSequence:

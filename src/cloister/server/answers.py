@@ -4,7 +4,7 @@ omitted."""
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -53,7 +53,9 @@ class TokenPosition(msgspec.Struct, frozen=True):
 
 
 class ChatLogprobs(msgspec.Struct, frozen=True):
-    content: list[TokenPosition]
+    """Log-probabilities of an answer; `content` has a `TokenPosition` for each token, already as JSON."""
+
+    content: list[msgspec.Raw]
     refusal: None = None
 
 
@@ -138,11 +140,11 @@ class ChatChunk(msgspec.Struct, frozen=True):
 
 
 class CompletionLogprobs(msgspec.Struct, frozen=True):
-    """The older format: parallel lists. Offsets count characters of the choice's text."""
+    """The older format: parallel lists. Offsets count characters of the choice's text; `top_logprobs` are already JSON."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
+    top_logprobs: list[msgspec.Raw | None]
     text_offset: list[int]
 
 
@@ -196,11 +198,18 @@ class Echo:
 
 LOWEST_LOGPROB: Final = -9999.0
 """Replacement for minus infinity, which JSON lacks; the OpenAI API uses the same value."""
+_PROMPT_PIECE: Final = 64
+"""Positions of a prompt that are written at a time."""
+_encode: Final = msgspec.json.Encoder().encode
 
 
 def chat_logprobs(positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
-    """Returns the format of /v1/chat/completions. A token that is not a whole character is shown as U+FFFD, with its bytes."""
-    return ChatLogprobs([_chat_position(position) for position in positions])
+    """Returns the format of /v1/chat/completions. A token that is not a whole character is shown as U+FFFD, with its bytes.
+
+    Each position becomes JSON as it comes: as objects, those of a whole reply take seven times the memory, and to write them
+    all at its end would hold up the event loop.
+    """
+    return ChatLogprobs([msgspec.Raw(_encode(_chat_position(position))) for position in positions])
 
 
 def _chat_position(position: TokenLogprobs) -> TokenPosition:
@@ -226,12 +235,17 @@ class LegacyLogprobs:
 
     def add_prompt(self, positions: Sequence[TokenLogprobs | None]) -> CompletionLogprobs:
         """Returns the prompt's part; its first token has no log-probability."""
+        return joined(*self.write_prompt(positions))
+
+    def write_prompt(self, positions: Sequence[TokenLogprobs | None]) -> Iterator[CompletionLogprobs]:
+        """Yields the prompt's part in short pieces."""
         assert self._echo is not None
         known = [position for position in positions if position is not None]
         offsets = _prompt_offsets(self._echo, known)
-        first = self._echo.first_token
-        head = CompletionLogprobs([_token_name(first)], [None], [None], offsets[:1])
-        return joined(head, _legacy(known, offsets[1:]))
+        yield CompletionLogprobs([_token_name(self._echo.first_token)], [None], [None], offsets[:1])
+        for start in range(0, len(known), _PROMPT_PIECE):
+            end = start + _PROMPT_PIECE
+            yield _legacy(known[start:end], offsets[start + 1 : end + 1])
 
     def add(self, positions: Sequence[TokenLogprobs]) -> CompletionLogprobs:
         """Returns the part for the next tokens of the answer."""
@@ -260,7 +274,7 @@ def _legacy(positions: Sequence[TokenLogprobs], offsets: list[int]) -> Completio
     return CompletionLogprobs(
         tokens=[_token_name(position.text) for position in positions],
         token_logprobs=[_finite(position.logprob) for position in positions],
-        top_logprobs=[_top_by_name(position) for position in positions],
+        top_logprobs=[msgspec.Raw(_encode(_top_by_name(position))) for position in positions],
         text_offset=offsets,
     )
 

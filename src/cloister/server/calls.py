@@ -211,7 +211,8 @@ class PromptOfCall:
         if self.calls.tenants is not None:
             self.calls.tenants.observe(event)
         if isinstance(event, Ended) and event.last:
-            self.calls.finish_prompt(self, self.stats.num_prompt_tokens + self.stats.num_output_tokens)
+            num_output = max(self.stats.num_output_tokens, self.stats.num_beam_tokens)
+            self.calls.finish_prompt(self, self.stats.num_prompt_tokens + num_output)
 
     def hold(self, num_bytes: int) -> None:
         """Counts outputs that the reply has no room for yet."""

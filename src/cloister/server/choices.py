@@ -9,7 +9,7 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Final
 
-from cloister.server.answers import Usage
+from cloister.server.answers import CompletionLogprobs, Echo, LegacyLogprobs, Usage
 from cloister.server.jobs import GenerationJob, Numbered, Tally
 from cloister.text.answer_parser import AnswerParser
 from cloister.text.parts import CallEnded, Part, Reasoning, Text
@@ -105,25 +105,31 @@ class Choice:
     """One growing sequence.
 
     Attributes:
-        logprobs: None unless requested.
+        writer: writes its log-probabilities; None unless the client asked for them.
+        logprobs: what it has written.
+        token_logprobs: the log-probability of each token, where the engine gave it.
         prompt_logprobs: on the first sequence of a prompt, if requested.
     """
 
+    writer: LegacyLogprobs | None = None
     texts: list[str] = field(default_factory=list)
-    logprobs: list[TokenLogprobs] | None = None
+    logprobs: list[CompletionLogprobs] = field(default_factory=list)
+    token_logprobs: list[float] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     finish_reason: str = ""
 
     @property
     def mean_logprob(self) -> float:
         """Mean log-probability of its tokens."""
-        return sum(entry.logprob for entry in self.logprobs or ()) / max(1, len(self.logprobs or ()))
+        return sum(self.token_logprobs) / max(1, len(self.token_logprobs))
 
     def add(self, output: SequenceOutput) -> None:
         """Adds the output of one step."""
         self.texts.append(output.text)
-        if self.logprobs is not None:
-            self.logprobs.extend(output.logprobs or ())
+        if output.logprobs:
+            self.token_logprobs += [entry.logprob for entry in output.logprobs]
+            if self.writer is not None:
+                self.logprobs.append(self.writer.add(output.logprobs))
         if output.prompt_logprobs is not None:
             self.prompt_logprobs = output.prompt_logprobs
         if output.finish_reason is not None:
@@ -132,8 +138,9 @@ class Choice:
 
 async def collect(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> tuple[list[Choice], Usage]:
     """Waits for every sequence of a job and returns them in order, with the job's counts."""
-    wants_logprobs = job.requests[0].sampling.logprobs is not None
-    choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
+    shows_logprobs = job.shows_logprobs and job.requests[0].sampling.logprobs is not None
+    echoes: Sequence[Echo | None] = job.echoes or [None] * len(job.requests)
+    choices = [Choice(LegacyLogprobs(echo) if shows_logprobs else None) for echo in echoes for _ in range(job.n)]
     tally = Tally(job)
     async with aclosing(outputs):
         async for number, output in outputs:

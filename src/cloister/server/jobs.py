@@ -183,10 +183,14 @@ async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numb
         async with aclosing(generate(job.requests[0], in_batches=not job.stream)) as outputs:
             async for output in outputs:
                 yield 0, output if output.finish_reason is None and not job.answerless else _checked(job, output)
+                if output.logprobs:
+                    await asyncio.sleep(0)  # they take long to write, and several outputs may be there: others have a turn
     else:
         async with aclosing(_side_by_side(generate, job)) as numbered:
             async for number, output in numbered:
                 yield number, _checked(job, output)
+                if output.logprobs:
+                    await asyncio.sleep(0)
 
 
 def _checked(job: GenerationJob, output: SequenceOutput) -> SequenceOutput:

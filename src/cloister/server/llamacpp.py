@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Final
 
+import msgspec
 from pydantic import Field, PlainValidator
 
 from cloister.policy.gate import Admission
@@ -309,13 +310,14 @@ class CompletionWriter:
         self._call = call
         self._texts: list[str] = []
         self._tokens: list[int] = []
-        self._probs: list[dict[str, Any]] = []
+        self._probs: list[msgspec.Raw] = []
         self._stop_reason: str | int | None = None
         self._finish_reason = ""
 
     def add(self, output: SequenceOutput) -> dict[str, Any] | None:
         """Adds the delta of one step; returns its event, if there is one."""
-        probs = [_position(entry) for entry in output.logprobs or ()] if self._asked.shows_probs else []
+        entries = (output.logprobs or ()) if self._asked.shows_probs else ()
+        probs = [msgspec.Raw(msgspec.json.encode(_position(entry))) for entry in entries]
         self._texts.append(output.text)
         self._tokens += output.token_ids
         self._probs += probs

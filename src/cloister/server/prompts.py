@@ -28,6 +28,7 @@ from cloister.server.responses.keeping import ResponseStore, read_body
 from cloister.server.responses.schemas import ResponsesBody
 from cloister.server.responses.schemas import to_chat as response_to_chat
 from cloister.server.sampling import (
+    bound_logprobs,
     check_length,
     check_num_tokens,
     check_number_of_sequences,
@@ -195,6 +196,7 @@ class PromptReader:
         if fits:
             sampling = fit_length(len(opening.token_ids), sampling, self.model)
         check_length(len(opening.token_ids), sampling, self.model, "messages")
+        sampling = bound_logprobs(sampling, [len(opening.token_ids)], self.model, fits=fits)
         sampling = self.model.bound(sampling, len(opening.token_ids))
         sampling = opening.shape(sampling)
         fields = self._reply_fields(body)
@@ -264,6 +266,8 @@ class PromptReader:
             sampling = fit_length(max(lengths), sampling, self.model)
         for length in lengths:
             check_length(length, sampling, self.model, "prompt", counted)
+        if body.logprobs is not None:
+            sampling = bound_logprobs(sampling, lengths, self.model, fits=fits)
         sampling = self.model.bound(sampling, max(lengths))
         echoes = tuple(map(self._echo, body.prompt, prompts)) if echo else ()
         return make_job(

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Any, TypeVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final, TypeVar
 
 import msgspec
 
@@ -15,6 +15,10 @@ from cloister.text import Tokenizer
 from cloister.text import grammar as grammars
 from cloister.types.errors import ContextLengthError
 from cloister.types.request import BeamSearch, Grammar, GrammarKind, ModelInfo, SamplingParams
+
+MAX_REPLY_LOGPROBS: Final = 2**18
+"""Log-probabilities in one reply, over all of its answers: each token has its own and those of the most likely ones. As JSON
+they take 18 MB."""
 
 # Structured output: OpenAI's `response_format`, and the equivalent fields of vLLM and llama.cpp.
 
@@ -220,6 +224,39 @@ def _describe_window(length: str, model: ModelInfo) -> str:
     if model.longest_prompt > model.max_model_len:
         window += f" (up to {model.longest_prompt} where the answer has one token at most, without documents and images)"
     return window
+
+
+def bound_logprobs(sampling: SamplingParams, lengths: Sequence[int], model: ModelInfo, *, fits: bool = False) -> SamplingParams:
+    """Bounds what a reply has of log-probabilities, by which the front's memory grows: an answer of unset length gets shorter.
+
+    Args:
+        lengths: tokens of each prompt.
+        fits: an answer whose length is set gets shorter too.
+
+    Raises:
+        InvalidRequestError: the request asks for too many.
+    """
+    if sampling.logprobs is None:
+        return sampling
+    num_each = 1 + max(sampling.logprobs, sampling.prompt_logprobs or 0)
+    num_echoed = sampling.n * sum(lengths) if sampling.prompt_logprobs is not None else 0
+    most = (MAX_REPLY_LOGPROBS // num_each - num_echoed) // (sampling.n * len(lengths))
+    wanted = sampling.max_tokens
+    if wanted is None:
+        room = model.max_model_len - min(lengths)
+        wanted = room if model.default_max_tokens is None else min(room, max(model.default_max_tokens, sampling.min_tokens))
+    if wanted <= most:
+        return sampling
+    if most >= max(1, sampling.min_tokens) and (fits or sampling.max_tokens is None):
+        return msgspec.structs.replace(sampling, max_tokens=most)
+    num_tokens = sampling.n * len(lengths) * wanted + num_echoed
+    remedy = f"set `max_tokens` to {most} or less, or ask for fewer answers or top tokens" if most > 0 else "ask for less"
+    raise invalid(
+        f"The reply may have {num_tokens} tokens with {num_each} log-probabilities each, and has room for {MAX_REPLY_LOGPROBS} "
+        f"log-probabilities; {remedy}.",
+        "logprobs",
+        "invalid_value",
+    )
 
 
 def fit_length(num_prompt_tokens: int, sampling: SamplingParams, model: ModelInfo) -> SamplingParams:

@@ -77,7 +77,10 @@ class Progressed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A sequence ended; the last one of a request carries `last=True`, exactly once per request."""
+    """A sequence ended; the last one of a request carries `last=True`, exactly once per request.
+
+    `num_beam_tokens`, of the last one, are all that the beams of a search were extended by, also where no answer has them.
+    """
 
     request_id: str
     seq_id: int
@@ -92,6 +95,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     last: bool
     stop_reason: str | int | None = None
     error: str | None = None
+    num_beam_tokens: int = 0
 
 
 class Drafting(msgspec.Struct, frozen=True):

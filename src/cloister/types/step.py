@@ -165,6 +165,8 @@ class StepResult(msgspec.Struct, kw_only=True):
         failures: seq_id -> message for the client; such a sequence has no sample.
         unsupported: those of `failures` that are the request's fault: its grammar cannot be followed.
         complete: sequences whose grammar is complete after their sample.
+        deferred: sequences that should have got a token and did not, as the mask of their grammar was late, or their last token
+            is. They compute the position of their last known token again.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
     """
@@ -176,6 +178,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     failures: dict[int, str] = {}
     unsupported: set[int] = set()
     complete: set[int] = set()
+    deferred: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
 

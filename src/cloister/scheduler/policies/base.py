@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cloister.scheduler.budget import StepCost
-from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -78,6 +78,10 @@ class SchedulingPolicy:
     def pass_over(self, sequence: SequenceRecord) -> bool:
         """Called when what `peek` returned lacks slots or blocks. Returns whether `peek` has another one for this step."""
         return False
+
+    def choose_search(self, held: Collection[RequestState]) -> RequestState:
+        """Returns the beam search that is queued next, of those that wait for room in their share (`BeamSearches.admit`)."""
+        return min(held, key=lambda state: state.order)
 
     def level(self, sequence: SequenceRecord) -> int:
         return 0

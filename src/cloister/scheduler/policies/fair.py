@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Collection
 
 from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, PRIORITY_THREAT, SchedulingPolicy
-from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 
 DECODE_WEIGHT = 2.0
 """Work of a decoded token in prefill tokens (VTC, section 4.1)."""
@@ -88,9 +89,14 @@ class Fair(SchedulingPolicy):
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
         self._ahead: tuple[float, tuple[float, float]] | None = None
+        self._turns: dict[str, int] = {}  # by tenant, when a search of it was queued last
+        self._num_turns = 0
 
     def push(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant(sequence)
+        if sequence.request_state.beams is not None:
+            self._num_turns += 1
+            self._turns[sequence.request_state.request.tenant] = self._num_turns
         self._ahead = None
         was_preempted = sequence.num_output > 0 or sequence.request_state.scheduled_s is not None
         tenant.enqueue(sequence, first=was_preempted)
@@ -106,6 +112,12 @@ class Fair(SchedulingPolicy):
         self._tenant(sequence).dequeue()
         self._ahead = None
         return sequence
+
+    def choose_search(self, held: Collection[RequestState]) -> RequestState:
+        """Tenants have turns: a search may be as long as it likes, so what a tenant lags by says little about the next one."""
+        names = {state.request.tenant for state in held}
+        self._turns = {name: turn for name, turn in self._turns.items() if name in names}
+        return min(held, key=lambda state: (self._turns.get(state.request.tenant, 0), state.order))
 
     def level(self, sequence: SequenceRecord) -> int:
         return 0 if self._lags(self._tenant_of(sequence)) else 1

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from cloister.scheduler.policies.base import POLICIES, PRIORITY_THREAT, OrderedQueue
 from cloister.scheduler.policies.fcfs import FirstComeFirstServed
-from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.sequence import RequestState, SequenceRecord
 
 
 def urgency(sequence: SequenceRecord) -> tuple[int, float, int]:
+    """Sort key of a sequence."""
+    return urgency_of(sequence.request_state)
+
+
+def urgency_of(state: RequestState) -> tuple[int, float, int]:
     """Sort key: class, then earliest deadline (EDF, Liu and Layland 1973), then arrival."""
-    state = sequence.request_state
     return state.request.priority, state.deadline_s, state.order
 
 
@@ -20,6 +26,9 @@ class Priority(FirstComeFirstServed):
     def __init__(self) -> None:
         queue = OrderedQueue(urgency)
         self.push, self.peek, self.pop = queue.push, queue.peek, queue.pop
+
+    def choose_search(self, held: Collection[RequestState]) -> RequestState:
+        return min(held, key=urgency_of)
 
     def level(self, sequence: SequenceRecord) -> int:
         return sequence.request_state.request.priority

@@ -11,7 +11,7 @@ from typing import Any, Final
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from cloister.server.answers import TokenPosition, Usage, chat_logprobs
+from cloister.server.answers import Usage, chat_logprobs
 from cloister.server.calls import HttpCall
 from cloister.server.choices import TOOL_CALLS, Turn, make_call_id
 from cloister.server.jobs import GenerationJob, read_timings
@@ -54,7 +54,7 @@ class _Line(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     created_at: datetime
     done: bool
-    logprobs: list[TokenPosition] | UnsetType = UNSET
+    logprobs: list[msgspec.Raw] | UnsetType = UNSET
     done_reason: str | UnsetType = UNSET
     total_duration: Count = UNSET
     load_duration: Count = UNSET
@@ -84,7 +84,7 @@ class Gain:
     texts: list[str] = field(default_factory=list)
     thoughts: list[str] = field(default_factory=list)
     calls: list[OllamaToolCall] = field(default_factory=list)
-    logprobs: list[TokenPosition] | None = None
+    logprobs: list[msgspec.Raw] | None = None
 
     def __bool__(self) -> bool:
         return bool(self.texts or self.thoughts or self.calls or self.logprobs)
@@ -95,7 +95,8 @@ class Gain:
         self.thoughts += other.thoughts
         self.calls += other.calls
         if other.logprobs is not None:
-            self.logprobs = (self.logprobs or []) + other.logprobs
+            self.logprobs = [] if self.logprobs is None else self.logprobs
+            self.logprobs += other.logprobs
 
 
 Shape = Callable[[Gain], dict[str, Any]]

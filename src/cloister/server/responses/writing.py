@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 
-from cloister.server.answers import TokenPosition, Usage, chat_logprobs
+from cloister.server.answers import Usage, chat_logprobs
 from cloister.server.choices import Turn, make_call_id
 from cloister.server.jobs import GenerationJob
 from cloister.server.responses.schemas import ResponsesBody
@@ -34,7 +34,7 @@ class ResponseWriter:
         self._items: list[dict[str, Any]] = []
         self._is_open = False
         self._pieces: list[str] = []
-        self._held: list[TokenPosition] = []
+        self._held: list[msgspec.Raw] = []
         self._number = 0
         self._template: _DeltaTemplate | None = None
 

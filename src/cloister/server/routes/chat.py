@@ -25,7 +25,7 @@ from cloister.server.answers import (
     Usage,
     chat_logprobs,
 )
-from cloister.server.choices import Choice, Turn, make_call_id, read_turns
+from cloister.server.choices import Turn, make_call_id, read_turns
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
@@ -50,13 +50,14 @@ async def create_chat_completion(request: Request) -> Response:
 async def answer_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> ChatCompletion:
     """Returns the whole reply."""
     wants_logprobs = job.requests[0].sampling.logprobs is not None
-    choices = [Choice(logprobs=[] if wants_logprobs else None) for _ in range(job.num_choices)]
-    answers = [ParsedOutput() for _ in choices]
-    reasons = [""] * len(choices)
+    logprobs = [ChatLogprobs([]) if wants_logprobs else None for _ in range(job.num_choices)]
+    answers = [ParsedOutput() for _ in logprobs]
+    reasons = [""] * len(logprobs)
     tally = Tally(job)
     async with aclosing(read_turns(job, outputs, tally)) as turns:
         async for turn in turns:
-            choices[turn.index].add(turn.output)
+            if turn.output.logprobs and (written := logprobs[turn.index]) is not None:
+                written.content.extend(chat_logprobs(turn.output.logprobs).content)
             answers[turn.index].add(turn.parts)
             reasons[turn.index] = turn.finish_reason or ""
     return ChatCompletion(
@@ -69,9 +70,9 @@ async def answer_chat(job: GenerationJob, outputs: AsyncGenerator[Numbered, None
                 index=i,
                 message=_message(answers[i]),
                 finish_reason=reasons[i],
-                logprobs=chat_logprobs(choice.logprobs) if choice.logprobs is not None else None,
+                logprobs=logprobs[i],
             )
-            for i, choice in enumerate(choices)
+            for i in range(job.num_choices)
         ],
         usage=tally.usage(),
     )

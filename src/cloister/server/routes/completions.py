@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from functools import partial
@@ -20,7 +21,7 @@ from cloister.server.answers import (
     Usage,
     joined,
 )
-from cloister.server.choices import Choice, choose_best, collect
+from cloister.server.choices import choose_best, collect
 from cloister.server.jobs import GenerationJob, Numbered, Tally, run_job
 from cloister.server.route_table import RouteTable
 from cloister.server.state import admission_of, json_response, state_of
@@ -46,22 +47,24 @@ async def create_completion(request: Request) -> Response:
 async def answer_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> CompletionResponse:
     """Returns the whole reply."""
     choices, usage = await collect(job, outputs)
+    # Sequences of one prompt share its log-probabilities, which arrive with the first of them.
+    heads = [await _write_prompt(echo, choices[number * job.n].prompt_logprobs) for number, echo in enumerate(job.echoes)]
     whole: list[CompletionChoice] = []
     for i, number in enumerate(choose_best(job, choices)):
-        scribe = _Scribe(job, number // job.n)
-        choice = choices[number]
-        if not job.shows_logprobs:
-            choice.logprobs = None
-        # Sequences of one prompt share its log-probabilities, which arrive with the first of them.
-        prompt_logprobs = choices[number - number % job.n].prompt_logprobs
-        whole.append(_whole_choice(i, choice, scribe, prompt_logprobs))
+        choice, prompt = choices[number], number // job.n
+        text = (job.echoes[prompt].text if job.echoes else "") + "".join(choice.texts)
+        logprobs = None if choice.writer is None else joined(*(heads[prompt] if heads else ()), *choice.logprobs)
+        whole.append(CompletionChoice(i, text, logprobs, choice.finish_reason))
     return _completion(job, whole, usage)
 
 
-def _whole_choice(index: int, choice: Choice, scribe: _Scribe, prompt_logprobs: PromptLogprobs | None) -> CompletionChoice:
-    head_text, head = scribe.begin(prompt_logprobs)
-    logprobs = _joined(head, scribe.go_on(choice.logprobs))
-    return CompletionChoice(index, head_text + "".join(choice.texts), logprobs, choice.finish_reason)
+async def _write_prompt(echo: Echo, prompt_logprobs: PromptLogprobs | None) -> list[CompletionLogprobs]:
+    """Returns the log-probabilities of a prompt in pieces, if it has some; between them others have a turn."""
+    written = []
+    for piece in () if prompt_logprobs is None else LegacyLogprobs(echo).write_prompt(prompt_logprobs):
+        written.append(piece)
+        await asyncio.sleep(0)
+    return written
 
 
 async def stream_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered, None]) -> Chunks:
