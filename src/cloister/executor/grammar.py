@@ -362,7 +362,7 @@ class Grammars:
         running = [found for found in list(self._compiled.values()) if found.job is not None and found.job.running()]
         return bool(running) and all(found.taken.is_over for found in running)
 
-    def _running(self) -> list[Future[tuple[Matcher, MaskArray]]]:
+    def _running(self) -> list[Future[_Ready]]:
         known = [found.job for found in list(self._compiled.values()) if found.job is not None and not found.is_moved]
         return [job for job in known if job.running() and job not in self._left]
 
