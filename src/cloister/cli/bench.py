@@ -14,7 +14,7 @@ import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import bench_io
-from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table, wide_console
+from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
@@ -42,7 +42,6 @@ Prompt = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
-_WIDE = 120
 _WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0, "kivi2": 3.0}
 _TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
@@ -184,7 +183,7 @@ def _print_kernels(table: KernelTable) -> None:
 
     headers = ("operator", "measured", "share", "FLOP/s", "B/s", "roof", "of the roof")
     whole_s = table.rates[-1].seconds
-    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates], wide_console(_WIDE))
+    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates])
 
 
 def _kernel_row(rate: KernelRate, whole_s: float) -> tuple[str, ...]:
@@ -207,14 +206,13 @@ def _print_profile(kind: str, steps: Sequence[ProfiledStep], backend: str) -> No
         f"{len(steps)} {kind} steps, {1e3 * whole_s / len(steps):.2f} ms each",
         headers,
         [_part_row(part, len(steps), whole_s, backend) for part in parts],
-        wide_console(_WIDE),
     )
     python_s = sum(part.own_s for part in parts if not part.in_program)
     out.print(f"Python {100 * python_s / whole_s:.1f}%, {backend} {100 * (1 - python_s / whole_s):.1f}%", highlight=False)
     table = list_threads(steps)
     threads = sorted({thread for row in table.values() for thread in row})
     rows = [(name, *(f"{1e3 * row.get(thread, 0.0) / len(steps):.3f}" for thread in threads)) for name, row in table.items()]
-    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows, wide_console(_WIDE))
+    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows)
 
 
 def _part_row(part: ProfileNode, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:

@@ -9,7 +9,7 @@ import msgspec
 import typer
 
 from cloister.bench.settings import ArrivalsConfig, ObjectiveConfig, WorkloadConfig
-from cloister.cli.console import make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.console import make_progress, print_json, print_line, print_table
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.errors import ConfigError
 from cloister.types.text_files import read_text_file
@@ -83,7 +83,7 @@ def placement(
     ]
     title = f"{workload.name}, {len(workload.items)} requests, {ranked[0][1].slo}, {router}"
     headers = ("Replicas", "Threads each", "Goodput, req/s", "Within limits", "P99 TTFT, ms", "P99 TBT, ms")
-    print_table(title, headers, rows, wide_console(110))
+    print_table(title, headers, rows)
     print_line(f"cloister serve {ranked[0][0].flags(router)}")
 
 
