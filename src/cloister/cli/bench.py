@@ -14,7 +14,7 @@ import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import bench_io
-from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table
+from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_line, print_table
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
@@ -42,6 +42,8 @@ Prompt = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
+STALE_SHARE = 0.1
+"""Share of the prompt tokens that a server may have had in its cache before a run."""
 _WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0, "kivi2": 3.0}
 _TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
@@ -280,7 +282,22 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
         )
         measurement = asyncio.run(run)
     shown = _list_settings(settings, TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
+    _warn_of_earlier_runs(measurement, workload, work.seed)
     _finish("serve", measurement, workload, shown, output, as_json)
+
+
+def _warn_of_earlier_runs(measurement: Measurement, workload: Workload, seed: int) -> None:
+    """Says if the server found more in its cache than the workload itself repeats."""
+    cached = measurement.summary.num_cached_tokens / max(1, measurement.summary.num_input_tokens)
+    repeated = workload.count_repeated()
+    if cached > repeated + STALE_SHARE:
+        print_line(
+            f"warning: {cached:.0%} of the prompt tokens came from the server's cache, but the workload itself repeats only "
+            f"{repeated:.0%}: the server knew them from before, as from an earlier run with --seed {seed}. These figures are "
+            "better than those of a first run: give each run another --seed, or start the server again before each",
+            "bold yellow",
+            console=err,
+        )
 
 
 def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:

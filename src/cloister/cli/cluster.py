@@ -35,6 +35,8 @@ UPDATE_TIMEOUT_S: Final = 900.0
 UPDATE_POLL_S: Final = 0.2
 CHECK_TIMEOUT_S: Final = 45.0
 """A server reads the tokenizer of other weights before it replies."""
+NOT_DRAINED: Final = ("stalled", "suspicious", "slow", "standby", "idle", "running")
+"""States that are shown only of a replica that is not drained."""
 SEEDS: Final = "0..1000"
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -80,6 +82,7 @@ def status(
         "Slowness",
     )
     print_table(url, headers, [_row(replica) for replica in replicas])
+    print_line("slowness: steps take so many times as long as the others' of the same size; 2 and more is slow", "dim")
     _print_update(reply.get("update"))
 
 
@@ -161,8 +164,12 @@ def drain(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKe
 @app.command("return")
 def give_back(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
     """Give a drained replica requests again."""
+    before = _ask("GET", url, "/v1/replicas", api_key_file)["data"]
     _ask("POST", url, f"/v1/replicas/{replica}/return", api_key_file)
-    print_line(f"replica {replica} gets requests again")
+    if any(each["replica"] == replica and each["state"] in NOT_DRAINED for each in before):
+        print_line(f"replica {replica} was not drained: it gets requests as before")
+    else:
+        print_line(f"replica {replica} gets requests again")
 
 
 def _ask(
@@ -185,7 +192,7 @@ def _ask(
 
     address = url.rstrip("/").removesuffix("/v1")
     if not address.startswith(("http://", "https://")):
-        if "://" not in address:
+        if ":" in address and "://" not in address:
             raise ConfigError(f"the address {url} lacks its scheme; give http://{url}, or https:// with TLS", param="url")
         raise ConfigError(f"{url} is no address; give one such as {LOCAL_URL}", param="url")
     key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()

@@ -148,7 +148,7 @@ class DiskStorage:
     def open(self, where: TierSetting) -> int:
         if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
             _logger.warning(
-                "the KV tier may take %.0f MiB of %s, where %.0f MiB are free; what has no room there is computed again",
+                "the KV tier may take %.0f MiB of %s, where %.0f MiB are free; KV that does not fit there is lost, and computed again when it is needed",
                 where.num_bytes / 2**20,
                 where.path,
                 free / 2**20,

@@ -40,8 +40,12 @@ def describe_start(
     config, front = settings.engine.config, settings.server.config
     if front.replicas > 1 or front.on != LOCAL:
         where = "" if front.on == LOCAL else f" on {front.on} ({front.ray_address or 'this machine alone'})"
-        yield f"{_say_number(front)} replicas{where}{_say_roles(front)}, router {front.router}; each:"
-    threads = "as many threads as it gets CPUs" if config.num_threads is None else f"{config.num_threads} threads"
+        yield f"{_say_number(front)} replicas{_say_roles(front)}{where}, router {front.router}; each:"
+    threads = (
+        "as many threads as it gets CPUs"
+        if config.num_threads is None
+        else f"{config.num_threads} thread{'' if config.num_threads == 1 else 's'}"
+    )
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
     if front.fork_server and model.backend != "native":
         yield f"each engine starts by itself, not as a fork: {model.backend} computes this model"
