@@ -131,12 +131,12 @@ def test_a_ray_that_does_not_start_in_time_is_an_error_that_says_what_to_do(monk
     ray = pytest.importorskip("cloister.cluster.backend.ray")
 
     def init(*_: object, **__: object) -> None:
-        raise Exception("The current node timed out during startup.")  # noqa: TRY002  # as Ray's own
+        raise Exception("The current node timed out during startup.")  # as Ray's own
 
     monkeypatch.setattr(ray.ray, "init", init)
     driver = object.__new__(ray.Driver)
     driver._settings = RaySettings(1, None, "/tmp/none", None, 0, "")
-    with pytest.raises(EngineError, match="Ray does not start on this machine .*timed out.* try again"):
+    with pytest.raises(EngineError, match=r"Ray does not start on this machine .*timed out.* try again"):
         driver.connect()
 
 

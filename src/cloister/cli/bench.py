@@ -14,7 +14,17 @@ import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import bench_io
-from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_line, print_table
+from cloister.cli.console import (
+    err,
+    find_place,
+    make_folder,
+    make_progress,
+    out,
+    print_json,
+    print_line,
+    print_table,
+    writing_to,
+)
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
@@ -375,7 +385,8 @@ def _write_figures(verb: str, measurement: Measurement, settings: dict[str, obje
     from cloister.bench.plots import plot_run
 
     title = f"cloister bench {verb}: {measurement.summary.name}"
-    (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
-    (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")
-    plot_run(folder / f"{verb}.png", title, measurement.records, measurement.summary)
+    with writing_to(folder):
+        (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
+        (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")
+        plot_run(folder / f"{verb}.png", title, measurement.records, measurement.summary)
     err.print(f"Written: {folder / verb}.html, .json and .png", highlight=False)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Final, NoReturn
 
@@ -101,6 +103,21 @@ def make_progress() -> Progress:
         transient=True,
         disable=not err.is_terminal,
     )
+
+
+@contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Names the place in the error of a disk that is full.
+
+    Raises:
+        ConfigError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"there is no space left for {place}; free some, or name another place") from None
 
 
 # Checks of output paths, before work starts.

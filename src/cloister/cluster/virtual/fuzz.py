@@ -147,9 +147,9 @@ def read_scenario(path: Path) -> Scenario:
     try:
         scenario = msgspec.json.decode(text, type=Scenario)
     except msgspec.MsgspecError as error:
-        wrong = describe_mistake(error, Scenario)
+        told = describe_mistake(error, Scenario)
         raise ConfigError(
-            f"{path} holds no scenario: {wrong}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
+            f"{path} holds no scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):

@@ -51,9 +51,9 @@ def read_unit_scenario(path: Path) -> UnitScenario:
     try:
         scenario = msgspec.json.decode(path.read_bytes(), type=UnitScenario)
     except (OSError, msgspec.MsgspecError) as error:
-        wrong = str(error) if isinstance(error, OSError) else describe_mistake(error, UnitScenario)
+        told = str(error) if isinstance(error, OSError) else describe_mistake(error, UnitScenario)
         raise ConfigError(
-            f"{path} holds no scenario of a sealed unit: {wrong}; `cloister cluster fuzz --sealed` writes those that fail",
+            f"{path} holds no scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
