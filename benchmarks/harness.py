@@ -26,7 +26,10 @@ CONTEXT_TOKENS = 8192
 AZURE = "azure_llm_2023_conv.csv.gz"
 MOONCAKE = "mooncake_fast25_conversation.jsonl.gz"
 
-console = Console()
+FILE_COLUMNS = 160
+"""Width of what is written to a file or a pipe, where nothing has to wrap."""
+
+console = Console() if Console().is_terminal else Console(width=FILE_COLUMNS)
 
 
 def make_parser(about: str | None) -> argparse.ArgumentParser:
