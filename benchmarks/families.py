@@ -20,7 +20,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.harness import Bench, make_parser, make_progress
+from benchmarks.harness import Bench, console, make_parser, make_progress
 from cloister.backends.base import Weights
 from cloister.quant import FORMATS, FormatOptions, QuantizedWeights
 from cloister.types.errors import ConfigError
@@ -335,7 +335,7 @@ def main() -> int:
     options = parser.parse_args()
     if options.batch_invariance:
         return show_native_batch_invariance(options)
-    show_families(Console(), options.backend, options.family)
+    show_families(console, options.backend, options.family)
     return 0
 
 

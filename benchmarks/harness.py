@@ -14,10 +14,10 @@ from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import iter_lengths
+from cloister.cli.console import print_table
 from cloister.engine import EngineCore
 from cloister.engine.machine import read_machine
 
@@ -27,7 +27,10 @@ CONTEXT_TOKENS = 8192
 AZURE = "azure_llm_2023_conv.csv.gz"
 MOONCAKE = "mooncake_fast25_conversation.jsonl.gz"
 
-console = Console()
+FILE_COLUMNS = 160
+"""Width of what is written to a file or a pipe, where nothing has to wrap."""
+
+console = Console() if Console().is_terminal else Console(width=FILE_COLUMNS)
 
 
 def make_parser(about: str | None, traces: Sequence[str] | None = None) -> argparse.ArgumentParser:
@@ -116,12 +119,8 @@ class Bench:
 
     def print_rows(self, title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """Prints a table and keeps it among the figures."""
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for number, header in enumerate(headers):
-            table.add_column(header, justify="left" if number == 0 else "right")
-        for row in rows:
-            table.add_row(*(f"{cell:,.4g}" if isinstance(cell, float) else str(cell) for cell in row))
-        console.print(table)
+        shown = [[f"{cell:,.4g}" if isinstance(cell, float) else cell for cell in row] for row in rows]
+        print_table(title, headers, shown, console)
         self.figures[title] = [dict(zip(headers, row, strict=True)) for row in rows]
 
     def check(self, what: str, measured: float, *, low: float | None = None, high: float | None = None) -> None:
@@ -137,12 +136,8 @@ class Bench:
 
     def finish(self, options: argparse.Namespace) -> int:
         """Prints the verdicts and writes the JSON; returns the exit status, 1 if a check did not hold."""
-        table = Table(title="Checks", title_justify="left", title_style="bold")
-        for header in ("check", "wanted", "measured", ""):
-            table.add_column(header)
-        for what, bound, measured, held in self.checks:
-            table.add_row(what, bound, measured, "[green]held[/]" if held else "[red]missed[/]")
-        console.print(table)
+        rows = [(what, bound, measured, "held" if held else "missed") for what, bound, measured, held in self.checks]
+        print_table("Checks", ("check", "wanted", "measured", ""), rows, console)
         self._write(options)
         return 0 if all(held for *_, held in self.checks) else 1
 

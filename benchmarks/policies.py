@@ -268,10 +268,10 @@ def run_for_real(bench: Bench, options: argparse.Namespace, costs: Costs, items:
     bench.check_true("the same tokens under every policy", all(tokens == answers[0] for tokens in answers))
 
 
-def plot(found: Found, cases: Sequence[Case]) -> None:
-    """Draws mean completion, TTFT P99, QoE and the longest wait over load."""
+def plot(found: Found, cases: Sequence[Case], folder: Path) -> None:
+    """Draws mean completion, TTFT P99, QoE and the longest wait over load, into `policies.png`."""
     figures = {"mean completion, s": "mean_s", "TTFT P99, s": "ttft_p99_s", "QoE": "qoe", "longest wait, s": "longest_wait_s"}
-    path = ROOT / "docs" / "images" / "policies.png"
+    path = folder / "policies.png"
     with draw(path, "Scheduling policies in virtual time", len(cases), len(figures), size=(3.4, 2.4)) as axes:
         for panel, (case, (label, field)) in zip(axes, product(cases, figures.items()), strict=True):
             panel.set_title(f"{case.name}: {label}", fontsize=8)
@@ -289,6 +289,7 @@ def main() -> int:
     parser.add_argument("--slowness", type=float, default=20.0, help="steps take so many times as long as the embedded model's")
     parser.add_argument("--costs", type=Path, help="results of an earlier run, whose measured costs are used")
     parser.add_argument("--real", type=int, default=60, help="requests on the engine itself; 0: none")
+    parser.add_argument("--images", type=Path, default=ROOT / "docs" / "images", help="folder for the plot")
     options = parser.parse_args()
     bench = Bench(
         "policies",
@@ -301,7 +302,7 @@ def main() -> int:
     cases = list_cases(options, measured.slowed(options.slowness))
     found = run_virtually(bench, cases)
     judge(bench, found, cases)
-    plot(found, cases)
+    plot(found, cases, options.images)
     if options.real:
         run_for_real(bench, options, measured, draw_heavy_tailed(options.real, options.seed))
     return bench.finish(options)

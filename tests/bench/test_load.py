@@ -13,7 +13,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, StreamingResponse
 
 from cloister.bench.load import Target, find_model, send_all
-from cloister.bench.workloads import WorkItem
+from cloister.bench.workloads import WorkItem, Workload
+from cloister.cli import main
 from cloister.server.route_table import RouteTable
 from cloister.types.errors import ConfigError
 
@@ -137,3 +138,15 @@ def test_a_missing_server_is_named_with_what_to_do(where):
 def test_another_kind_of_server_is_refused(url):
     with pytest.raises(ConfigError, match="OpenAI API"):
         asyncio.run(find_model(url + "/other"))
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_server_that_knew_the_prompts_before_is_said(url, repeats, capsys, monkeypatch):
+    prompts = [[40] * 16] * 3 if repeats else [[40] * 16, [41] * 16, [42] * 16]  # the server says that it had 4 of 7 tokens
+    items = tuple(WorkItem(0.0, prompt, 16, 2) for prompt in prompts)
+    monkeypatch.setattr("cloister.bench.workloads.build_workload", lambda *_: Workload("some", items))
+    with pytest.raises(SystemExit) as caught:
+        main(["bench", "serve", "--url", url, "--num-warmup", "0"])
+    assert not caught.value.code
+    err = capsys.readouterr().err
+    assert ("57% of the prompt tokens came from the server's cache" in err) == (not repeats)

@@ -6,7 +6,7 @@ import pytest
 from benchmarks.orca import heavy_tailed_lengths
 from cloister.bench.settings import ArrivalsConfig, WorkloadConfig
 from cloister.bench.traces import Trace, TraceRow
-from cloister.bench.workloads import Recipe, build_workload, load_workload, parse_scale
+from cloister.bench.workloads import Recipe, WorkItem, Workload, build_workload, load_workload, parse_scale
 from cloister.types.errors import ConfigError
 
 
@@ -30,6 +30,16 @@ def test_shared_prefixes_survive_scaling():
     assert (len(first), len(second)) == (69, 82)
     assert first[:64] == second[:64]
     assert first[64:69] != second[64:69]
+
+
+def test_the_share_of_prompts_that_are_repeated_is_counted():
+    rows = [[1] * 64, [2] * 64, [1] * 32 + [3] * 32, [2] * 64]
+    items = tuple(WorkItem(0.0, tokens, 64, 1) for tokens in rows)
+    assert Workload("some", items[:2]).count_repeated() == 0
+    assert Workload("some", items).count_repeated() == (32 + 64) / 256
+    texts = tuple(WorkItem(0.0, text, 0, 1) for text in ("a" * 32, "a" * 32 + "b" * 32))
+    assert Workload("text", texts).count_repeated() == 32 / 96
+    assert Workload("none", ()).count_repeated() == 0
 
 
 def test_lengths_are_scaled_up_to_whole_tokens():

@@ -1,5 +1,6 @@
 """Verbs that compute, on a real engine with the small embedded model."""
 
+import errno
 import io
 import json
 import signal
@@ -118,6 +119,17 @@ def test_throughput_counts_every_token(capsys, tmp_path):
     assert (summary["num_ok"], summary["num_input_tokens"], summary["num_output_tokens"]) == (3, 60, 15)
     assert (tmp_path / "throughput.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((tmp_path / "throughput.json").read_text())["summary"]["num_ok"] == 3
+
+
+def test_a_full_disk_is_named_with_the_folder_that_has_no_room(capsys, tmp_path, monkeypatch):
+    def fill(*_, **__):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("cloister.bench.plots.plot_run", fill)
+    flags = ("--num-requests", "1", "--input-tokens", "8", "--output-tokens", "2", "--output", str(tmp_path / "r"))
+    status, _, err = run(capsys, "bench", "throughput", *ENGINE, *flags)
+    assert status == 1
+    assert err == f"error: there is no space left for {tmp_path / 'r'}; free some, or name another place\n"
 
 
 def test_latency_runs_one_request_after_the_other(capsys):

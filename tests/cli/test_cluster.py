@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cli import main
+from cloister.cluster.virtual.fuzz import SeedTally
 from cloister.private.unit.pairing import SealedRecords
 
 Captured = pytest.CaptureFixture[str]
@@ -72,6 +74,39 @@ def test_a_scenario_is_run_from_its_file_and_wrong_arguments_are_one_line(tmp_pa
         assert status != 0
         assert err.startswith("error: ")
         assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--scenario", "{}/wrong.json"], "`$.faults[0].kind`, which is one of clock_jump, crash, "),
+        (["--scenario", "{}/wrong.json", "--seeds", "0..2"], "leave --seeds out"),
+        (["--sealed", "--on", "local", "--seeds", "0..2"], "in virtual time only; leave --on out"),
+        (["--seeds", "0..1", "--output", "{}/wrong.json/found"], "wrong.json is a file; name a folder"),
+        (["--seeds", "0..1", "--output", "/proc/found"], "cannot write to the folder /proc/found"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_with_what_can(
+    args: list[str], said: str, tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "wrong.json").write_text('{"seed": 1, "faults": [{"at_s": 0, "kind": "krash"}]}')
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: str(path) != "/proc" and access(path, mode))  # root may write there
+    status, out, err = run(capsys, *(arg.format(tmp_path) for arg in args))
+    assert status == 1
+    assert said in err
+    assert not out, "it ran"
+
+
+def test_ctrl_c_leaves_what_was_found_so_far(capsys: Captured, monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: object) -> Iterator[SeedTally]:
+        yield SeedTally(20, 100, 1000, Counter(crash=3), (7,))
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("cloister.cluster.virtual.fuzz.search", search)
+    status, out, _ = run(capsys, "--seeds", "0..40")
+    assert status == 130
+    assert out == "so far 20 seeds, 100 requests, 1000 tokens; faults: 3 crash; seeds that broke a promise: 7\n"
 
 
 def test_seeds_of_sealed_units_are_run_and_what_fails_is_made_small_and_runs_again(

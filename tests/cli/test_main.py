@@ -260,7 +260,7 @@ def test_the_doctor_sees_a_taken_port():
         port = taken.getsockname()[1]
         check = doctor.check_port(port)
     assert not check.good
-    assert f"--port {port + 1} (`make serve PORT={port + 1}`)" in check.advice
+    assert check.advice.endswith(f"--port {port + 1}")
     assert doctor.check_port(port).good
 
 

@@ -32,6 +32,19 @@ def test_the_start_names_the_back_end_that_computes() -> None:
     assert " on torch, cpu" in next(iter(describe_start(settings, model, [], [], None)))
 
 
+def test_the_start_says_what_a_tier_takes_of_the_disk_and_how_many_threads_there_are() -> None:
+    model = ModelInfo(name="m", path="", max_model_len=64, vocab_size=8, eos_token_ids=())
+    settings = resolve_settings({"device": "cpu", "num_threads": 1, "kv_tier": "host:8M+disk:/var/tmp,50M"})
+    lines = list(describe_start(settings, model, [], [], None))
+    assert "disk, at most: KV tier 50 MiB in /var/tmp" in lines
+    assert lines[0].endswith(", 1 thread")
+    for flags, said in (
+        ({"kv_tier": "disk:/var/tmp"}, "KV tier 50% of what is free in /var/tmp"),
+        ({"kv_tier": "disk:/var/tmp,1G", "replicas": 2}, "KV tier 1024 MiB in /var/tmp for each replica"),
+    ):
+        assert f"disk, at most: {said}" in list(describe_start(resolve_settings(flags), model, [], [], None))
+
+
 def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:
     assert read_drafts(("medusa",), draft_tokens=8) == "medusa (auto, 8 tokens a step)"
     assert read_drafts(("ngram",), speculate="ngram", draft_tokens=1) == "ngram (1 token a step)"

@@ -134,7 +134,7 @@ def test_a_purchase_that_fails_ahead_of_need_is_told_to_who_needs_a_token(world:
         for _ in range(BATCH - 1):
             await transport.prepare()
             await asyncio.sleep(0)
-        with pytest.raises(NoTokensError, match="API key"):
+        with pytest.raises(NoTokensError, match=r"not know the API key .401.: check the key in the file of --api-key-file"):
             await transport.prepare()
         await transport.aclose()
 

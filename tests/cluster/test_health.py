@@ -75,6 +75,15 @@ def test_a_slow_replica_is_left_out_and_comes_back_when_it_is_well(num: int) -> 
     assert 2.0 <= fleet.changes[0].slowness < 4.0
 
 
+@pytest.mark.parametrize(("factors", "quickest"), [((1.0, 5.0), 1 / 5), ((1.0, 1.0, 5.0), 1 / 3)])
+def test_the_slowness_of_others_is_counted_once_in_a_quick_replica(factors: tuple[float, ...], quickest: float) -> None:
+    fleet = Fleet(len(factors))
+    fleet.factors = [*factors]
+    fleet.step(300)
+    assert fleet.speeds.slowness(0) == pytest.approx(quickest, rel=0.3)
+    assert fleet.speeds.slowness(len(factors) - 1) == pytest.approx(5.0, rel=0.3)
+
+
 def test_a_replica_with_more_to_do_is_not_slow() -> None:
     fleet = Fleet(3, sizes=(4, 64, 2000))
     fleet.step(300)

@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from benchmarks.cluster_demo import START_S, VARIABLES, ask_all, local_ray, make_bodies, serving
+from cloister.cluster.backend.placer import RaySettings
+from cloister.types.errors import EngineError
 from tests.serving import ServeProcess, descendants
 
 ROOT = Path(__file__).parents[2]
@@ -125,6 +127,19 @@ def test_without_a_ray_here_auto_names_the_command_that_joins_one(monkeypatch: p
     monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with pytest.raises(RuntimeError, match="ray start --address=HOST:PORT of its head --num-cpus=0"):
         ServeProcess("--on", "ray", "--ray-address", "auto", "--num-threads", "1")
+
+
+def test_a_ray_that_does_not_start_in_time_is_an_error_that_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = pytest.importorskip("cloister.cluster.backend.ray")
+
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out during startup.")  # as Ray's own
+
+    monkeypatch.setattr(ray.ray, "init", init)
+    driver = object.__new__(ray.Driver)
+    driver._settings = RaySettings(1, None, "/tmp/none", None, 0, "")
+    with pytest.raises(EngineError, match=r"Ray does not start on this machine .*timed out.* try again"):
+        driver.connect()
 
 
 def test_a_ray_of_this_machine_alone_listens_on_loopback_keeps_no_content_and_leaves_nothing() -> None:

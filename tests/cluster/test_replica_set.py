@@ -548,6 +548,21 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, 
     run(main())
 
 
+def test_replicas_that_do_not_fit_are_told_how_many_would(model_path: Path) -> None:
+    async def start(num: int) -> None:
+        server = ForkServer()
+        engines = [
+            EngineClient(ProcessTransport("tests.engine.replica:build_too_large", fork_server=server), make_config(model_path))
+            for _ in range(num)
+        ]
+        await ReplicaSet(engines, partial(make_router, "least_load")).start()
+
+    with pytest.raises(MemoryBudgetError, match=r"^start 5 replicas at most, since 20 share the memory: of each, it needs"):
+        asyncio.run(start(20))
+    with pytest.raises(MemoryBudgetError, match=r"^it needs 4 MiB, but 1 MiB are available$"):
+        asyncio.run(start(2))
+
+
 def test_of_many_engines_that_cannot_be_built_one_template_is_loaded(model_path: Path) -> None:
     made = []
 

@@ -255,6 +255,12 @@ def build_refusing(config: EngineConfig) -> EngineCore:
     raise MemoryBudgetError("it does not fit; set --max-model-len 7 or less")
 
 
+def build_too_large(config: EngineConfig) -> EngineCore:
+    error = MemoryBudgetError("it needs 4 MiB, but 1 MiB are available")
+    error.fit = 0.27
+    raise error
+
+
 def build_broken(config: EngineConfig) -> EngineCore:
     raise RuntimeError("this is a bug")
 

@@ -720,13 +720,20 @@ def test_a_wrong_setting_is_answered_with_a_right_one(given: str) -> None:
 
 
 def test_a_directory_that_cannot_be_used_says_so(make: Callable[..., Engine], tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="No such file or directory; name one that this user may write to"):
-        make(f"disk:{tmp_path / 'missing'},1M")
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        make(f"disk:{tmp_path / 'missing'}")
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory; name one that this user may write to"):
+        make(f"disk:{tmp_path / 'file' / 'below'},1M")
+    with pytest.raises(ConfigError, match="Not a directory"):
+        make(f"disk:{tmp_path / 'file' / 'below'}")
     with pytest.raises(ConfigError, match="too small for one block of each kind; give it at least"):
         make("host:1K")
     assert make(f"disk:{tmp_path}").index.layout.num_bytes > 2**20
+
+
+def test_a_directory_that_is_not_there_is_made_for_this_user_alone(make: Callable[..., Engine], tmp_path: Path) -> None:
+    for name, size in (("one", ",1M"), ("two", "")):
+        make(f"disk:{tmp_path / 'new' / name}{size}")
+        assert (tmp_path / "new" / name).stat().st_mode & 0o777 == 0o700
 
 
 def test_a_tier_is_divided_as_the_device_is() -> None:

@@ -106,6 +106,7 @@ def test_weights_that_do_not_fit_are_refused_with_what_is_needed() -> None:
     with pytest.raises(MemoryBudgetError, match=r"smaller model") as refusal:
         budget(100)
     needed = figure(r"give it (\d+) MiB", refusal)
+    assert refusal.value.fit == pytest.approx(100 / needed, rel=0.02)
     assert budget(needed + 1, max_model_len=16).num_blocks >= 1
 
 

@@ -300,19 +300,25 @@ def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, 
     (first,) = [line for line in out.splitlines() if "drained" in line]
     assert "mixed" in first
     assert "running" in out
+    assert "2 and more is slow" in out
     status, out, _ = run(capsys, "status", two.url, "--json")
     assert [each["state"] for each in json.loads(out)["data"]] == ["drained", "running"]
     status, out, err = run(capsys, "drain", "1", two.url)
     assert status == 1
     assert err == "error: no other replica is left; return one of them first\n"
     assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 gets requests again\n")
+    assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 was not drained: it gets requests as before\n")
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
 
 
 def test_the_command_line_says_what_is_wrong(
     two: RunningServer, model_path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    for address, what in (("http://127.0.0.1:9", "no server answers at"), ("here", "http://127.0.0.1:8000")):
+    for address, what in (
+        ("http://127.0.0.1:9", "no server answers at"),
+        ("here", "http://127.0.0.1:8000"),
+        ("localhost:80", "give http://localhost:80,"),
+    ):
         status, _, err = run(capsys, "status", address)
         assert (status, err.count("\n")) == (1, 1)
         assert what in err

@@ -25,6 +25,10 @@ DEFAULT_VOCAB_SIZE = 2048
 """Default upper bound of ids in random prompts: every supported model has as many."""
 
 
+PREFIX_PART = 16
+"""Tokens that a prefix of prompts shares or does not."""
+
+
 @dataclass(frozen=True, slots=True)
 class WorkItem:
     """One request to send.
@@ -52,6 +56,24 @@ class Workload:
     name: str
     items: tuple[WorkItem, ...]
     num_skipped: int = 0
+
+    def count_repeated(self) -> float:
+        """Returns the share of the prompts, from 0 to 1, that a prefix cache finds that was empty before the first of them.
+
+        Of text the share of its characters, as if each were a token.
+        """
+        seen: set[int] = set()
+        num_repeated = num_all = 0
+        for item in self.items:
+            known, key = True, 0
+            num_all += len(item.prompt)
+            for start in range(0, len(item.prompt), PREFIX_PART):
+                part = item.prompt[start : start + PREFIX_PART]
+                key = hash((key, part if isinstance(part, str) else tuple(part)))
+                known = known and key in seen
+                num_repeated += len(part) if known else 0
+                seen.add(key)
+        return num_repeated / max(1, num_all)
 
 
 @dataclass(frozen=True, slots=True)

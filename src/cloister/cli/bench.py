@@ -14,7 +14,17 @@ import typer
 
 from cloister.bench.settings import BURST, ArrivalsConfig, ObjectiveConfig, TargetConfig, WorkloadConfig
 from cloister.cli import bench_io
-from cloister.cli.console import err, find_place, make_folder, make_progress, out, print_json, print_table, wide_console
+from cloister.cli.console import (
+    err,
+    find_place,
+    make_folder,
+    make_progress,
+    out,
+    print_json,
+    print_line,
+    print_table,
+    writing_to,
+)
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.cli.roofline import open_chip, read_model_spec
 from cloister.types.config import EngineConfig
@@ -42,7 +52,8 @@ Prompt = Annotated[int, typer.Option(help="Tokens of each random prompt.", min=1
 Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
-_WIDE = 120
+STALE_SHARE = 0.1
+"""Share of the prompt tokens that a server may have had in its cache before a run."""
 _WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0, "kivi2": 3.0}
 _TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
@@ -184,7 +195,7 @@ def _print_kernels(table: KernelTable) -> None:
 
     headers = ("operator", "measured", "share", "FLOP/s", "B/s", "roof", "of the roof")
     whole_s = table.rates[-1].seconds
-    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates], wide_console(_WIDE))
+    print_table(describe_work(table.work), headers, [_kernel_row(rate, whole_s) for rate in table.rates])
 
 
 def _kernel_row(rate: KernelRate, whole_s: float) -> tuple[str, ...]:
@@ -207,14 +218,13 @@ def _print_profile(kind: str, steps: Sequence[ProfiledStep], backend: str) -> No
         f"{len(steps)} {kind} steps, {1e3 * whole_s / len(steps):.2f} ms each",
         headers,
         [_part_row(part, len(steps), whole_s, backend) for part in parts],
-        wide_console(_WIDE),
     )
     python_s = sum(part.own_s for part in parts if not part.in_program)
     out.print(f"Python {100 * python_s / whole_s:.1f}%, {backend} {100 * (1 - python_s / whole_s):.1f}%", highlight=False)
     table = list_threads(steps)
     threads = sorted({thread for row in table.values() for thread in row})
     rows = [(name, *(f"{1e3 * row.get(thread, 0.0) / len(steps):.3f}" for thread in threads)) for name, row in table.items()]
-    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows, wide_console(_WIDE))
+    print_table("ms a step, by thread", ("operator", *(f"thread {thread}" for thread in threads)), rows)
 
 
 def _part_row(part: ProfileNode, num_steps: int, whole_s: float, backend: str) -> tuple[str, ...]:
@@ -282,7 +292,22 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
         )
         measurement = asyncio.run(run)
     shown = _list_settings(settings, TargetConfig, WorkloadConfig, ArrivalsConfig, ObjectiveConfig)
+    _warn_of_earlier_runs(measurement, workload, work.seed)
     _finish("serve", measurement, workload, shown, output, as_json)
+
+
+def _warn_of_earlier_runs(measurement: Measurement, workload: Workload, seed: int) -> None:
+    """Says if the server found more in its cache than the workload itself repeats."""
+    cached = measurement.summary.num_cached_tokens / max(1, measurement.summary.num_input_tokens)
+    repeated = workload.count_repeated()
+    if cached > repeated + STALE_SHARE:
+        print_line(
+            f"warning: {cached:.0%} of the prompt tokens came from the server's cache, but the workload itself repeats only "
+            f"{repeated:.0%}: the server knew them from before, as from an earlier run with --seed {seed}. These figures are "
+            "better than those of a first run: give each run another --seed, or start the server again before each",
+            "bold yellow",
+            console=err,
+        )
 
 
 def _prepare(settings: GivenSettings) -> tuple[EngineCore, Workload]:
@@ -360,7 +385,8 @@ def _write_figures(verb: str, measurement: Measurement, settings: dict[str, obje
     from cloister.bench.plots import plot_run
 
     title = f"cloister bench {verb}: {measurement.summary.name}"
-    (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
-    (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")
-    plot_run(folder / f"{verb}.png", title, measurement.records, measurement.summary)
+    with writing_to(folder):
+        (folder / f"{verb}.json").write_text(json.dumps(measurement.to_json(), indent=1) + "\n")
+        (folder / f"{verb}.html").write_text(render_page(title, measurement, settings), encoding="utf-8")
+        plot_run(folder / f"{verb}.png", title, measurement.records, measurement.summary)
     err.print(f"Written: {folder / verb}.html, .json and .png", highlight=False)

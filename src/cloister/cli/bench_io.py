@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import make_progress, out, print_json, print_table, wide_console
+from cloister.cli.console import make_progress, out, print_json, print_table
 
 if TYPE_CHECKING:
     from cloister.bench.storage import StorageReport
     from cloister.engine.kv_tier_reads import ReadRate
 
 _MEMORY = "host"
-_WIDE = 124
 
 
 def io(
@@ -51,7 +50,7 @@ def _print(where: str, report: StorageReport) -> None:
     depths = sorted({rate.pattern.depth for rate in report.rates})
     headers = ("call", "block", *(f"GB/s, {depth} at once" for depth in depths), "ms P50", "ms P99")
     rows = _list_rows([*report.rates, *report.cached_rates], depths)
-    print_table(f"Reads of a file of {size} in {where}", headers, rows, wide_console(_WIDE))
+    print_table(f"Reads of a file of {size} in {where}", headers, rows)
     out.print("Times are of one read, at the least depth.", highlight=False)
     until = "" if where == _MEMORY else " until they are on the disk"
     out.print(f"Writes of 1 MiB: {report.write_bytes_s / 1e9:.2f} GB/s{until}", highlight=False)

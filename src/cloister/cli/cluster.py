@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Final, Literal
 
 import typer
 
-from cloister.cli.console import err, leave, make_folder, make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.console import check_folder, err, leave, make_folder, make_progress, print_json, print_line, print_table
 from cloister.cli.serve import serve
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.text_files import read_text_file
@@ -36,6 +36,9 @@ UPDATE_TIMEOUT_S: Final = 900.0
 UPDATE_POLL_S: Final = 0.2
 CHECK_TIMEOUT_S: Final = 45.0
 """A server reads the tokenizer of other weights before it replies."""
+NOT_DRAINED: Final = ("stalled", "suspicious", "slow", "standby", "idle", "running")
+"""States that are shown only of a replica that is not drained."""
+SEEDS: Final = "0..1000"
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
 ServerUrl = Annotated[str, typer.Argument(help=f"Address of the server; {LOCAL_URL} if left out.", metavar="[URL]")]
@@ -79,7 +82,8 @@ def status(
         "KV loads",
         "Slowness",
     )
-    print_table(url, headers, [_row(replica) for replica in replicas], wide_console(130))
+    print_table(url, headers, [_row(replica) for replica in replicas])
+    print_line("slowness: steps take so many times as long as the others' of the same size; 2 and more is slow", "dim")
     _print_update(reply.get("update"))
 
 
@@ -161,8 +165,12 @@ def drain(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKe
 @app.command("return")
 def give_back(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKeyFile = None) -> None:
     """Give a drained replica requests again."""
+    before = _ask("GET", url, "/v1/replicas", api_key_file)["data"]
     _ask("POST", url, f"/v1/replicas/{replica}/return", api_key_file)
-    print_line(f"replica {replica} gets requests again")
+    if any(each["replica"] == replica and each["state"] in NOT_DRAINED for each in before):
+        print_line(f"replica {replica} was not drained: it gets requests as before")
+    else:
+        print_line(f"replica {replica} gets requests again")
 
 
 def _ask(
@@ -185,6 +193,8 @@ def _ask(
 
     address = url.rstrip("/").removesuffix("/v1")
     if not address.startswith(("http://", "https://")):
+        if ":" in address and "://" not in address:
+            raise ConfigError(f"the address {url} lacks its scheme; give http://{url}, or https:// with TLS", param="url")
         raise ConfigError(f"{url} is no address; give one such as {LOCAL_URL}", param="url")
     key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()
     if key is not None and (not key.isascii() or len(key.split()) != 1):
@@ -219,7 +229,9 @@ def _ask(
 
 @app.command()
 def fuzz(
-    seeds: Annotated[str, typer.Option(help="Seeds to run, the last one excluded.", metavar="A..B")] = "0..1000",
+    seeds: Annotated[
+        str | None, typer.Option(help=f"Seeds to run, the last one excluded; {SEEDS} if left out.", metavar="A..B")
+    ] = None,
     scenario: Annotated[
         Path | None, typer.Option(help="Run this scenario once instead.", metavar="FILE", dir_okay=False)
     ] = None,
@@ -243,12 +255,18 @@ def fuzz(
     A seed that fails is made small and written as a scenario, which `--on local` and `--on ray` run on real engines too, unless
     it is of a sealed unit.
     """
+    if sealed and on != "virtual":
+        raise ConfigError("sealed units run in virtual time only; leave --on out", param="on")
     if on != "virtual" and scenario is None:
         raise ConfigError(f"--on {on} runs one scenario; name its file with --scenario", param="scenario")
     if on == "virtual" and skip_impossible:
         raise ConfigError("virtual time can do all of a scenario; leave --skip-impossible out, or add --on", param="on")
     if sealed and scenario is not None:
         raise ConfigError("a scenario's file says whether it is of a sealed unit; leave --sealed out", param="sealed")
+    if seeds is not None and scenario is not None:
+        raise ConfigError("a scenario's file says all that happens, its seed too; leave --seeds out", param="seeds")
+    if scenario is None:
+        check_folder(output)
     logging.disable(logging.CRITICAL)  # engines die by the thousand
     try:
         if scenario is not None and on != "virtual":
@@ -256,7 +274,7 @@ def fuzz(
         elif scenario is not None:
             _run_scenario(scenario)
         else:
-            _run_seeds(seeds, processes, output, _open_search(is_sealed=sealed))
+            _run_seeds(seeds or SEEDS, processes, output, _open_search(is_sealed=sealed))
     finally:
         logging.disable(logging.NOTSET)
 
@@ -323,8 +341,7 @@ def _run_seeds(seeds: str, processes: int, output: Path, search: _SeedSearch) ->
     from cloister.cluster.virtual.fuzz import write_scenario
 
     tally = _search(range(*_read_seeds(seeds)), processes, search.run_seed)
-    faults = _list_faults(tally.faults)
-    print_line(f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults}")
+    print_line(_describe(tally))
     for seed in tally.failing:
         make_folder(output)
         path = output / f"{seed}.json"
@@ -337,6 +354,11 @@ def _run_seeds(seeds: str, processes: int, output: Path, search: _SeedSearch) ->
     if tally.failing:
         leave(f"{len(tally.failing)} seeds broke a promise", BROKEN)
     print_line("every promise was kept", "green")
+
+
+def _describe(tally: SeedTally) -> str:
+    faults = _list_faults(tally.faults)
+    return f"{tally.num_seeds} seeds, {tally.num_requests} requests, {tally.num_tokens} tokens; faults: {faults}"
 
 
 def _read_seeds(seeds: str) -> tuple[int, int]:
@@ -353,9 +375,14 @@ def _search(seeds: range, num_processes: int, run: Callable[[int], RunOutcome]) 
     from cloister.cluster.virtual import fuzz as fuzzer
 
     total = fuzzer.SeedTally()
-    with make_progress() as progress:
-        task = progress.add_task("seeds", total=len(seeds))
-        for tally in fuzzer.search(seeds, num_processes, run):
-            total.add(tally)
-            progress.update(task, advance=tally.num_seeds, description=f"seeds, {len(total.failing)} failing")
+    try:
+        with make_progress() as progress:
+            task = progress.add_task("seeds", total=len(seeds))
+            for tally in fuzzer.search(seeds, num_processes, run):
+                total.add(tally)
+                progress.update(task, advance=tally.num_seeds, description=f"seeds, {len(total.failing)} failing")
+    except KeyboardInterrupt:
+        failing = ", ".join(map(str, total.failing)) or "none"
+        print_line(f"so far {_describe(total)}; seeds that broke a promise: {failing}")
+        raise
     return total

@@ -53,6 +53,9 @@ VERBS: Final[Mapping[str, str]] = {
 }
 """Verb (also its module here, unless one precedes a colon) -> function in the module, or group of verbs."""
 
+ALIASES: Final[Mapping[str, str]] = {"models": "list"}
+"""Verb -> the one that it is another name of."""
+
 
 class _Verbs(VerbGroup):
     """Lists verbs in the order of the table, and imports only the one that is used."""
@@ -98,6 +101,8 @@ def _load(name: str) -> Any:
         alone.command(name, cls=Verb)(found)
         command = get_command(alone)
     command.name = name
+    if name in ALIASES:
+        command.help = f"The same as `{ALIASES[name]}`."
     return command
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from typing import NoReturn
+from typing import Final, NoReturn
 
 import typer
 from rich.console import Console
@@ -15,6 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from rich.table import Table
 
 from cloister.types.errors import ConfigError
+
+MOST_COLUMNS: Final = 10_000
+"""Width of a table in a file, at most."""
+LONG_WORD: Final = 20
+"""A longer word is no figure, but a path or the like, and may be cut."""
+BESIDE_A_CELL: Final = 3
+"""Columns that a cell's padding and line take."""
 
 out = Console()
 err = Console(stderr=True)
@@ -42,18 +51,44 @@ def print_json(value: object) -> None:
 
 
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], console: Console | None = None) -> None:
-    """Prints a table on standard output, or on another console; the first column is left-aligned, the others right-aligned."""
+    """Prints a table on standard output, or on another console; the first column is left-aligned, the others right-aligned.
+
+    No figure is cut: a file or a pipe gets rows as long as they are, and a terminal that is too narrow for them several tables,
+    each with the first column.
+    """
+    where = console or out
+    if not where.is_terminal:
+        table = _build_table(title, headers, rows)
+        needed = where.measure(table, options=where.options.update(max_width=MOST_COLUMNS)).maximum
+        Console(file=where.file, width=max(where.width, needed)).print(table)
+        return
+    for number, columns in enumerate(_fit_columns(headers, rows, where.width)):
+        shown = [[row[column] for column in columns] for row in rows]
+        where.print(_build_table("" if number else title, [headers[column] for column in columns], shown))
+
+
+def _build_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]]) -> Table:
     table = Table(title=title, title_justify="left", title_style="bold", header_style="bold")
     for number, header in enumerate(headers):
         table.add_column(header, justify="left" if number == 0 else "right", overflow="fold")
     for row in rows:
         table.add_row(*(escape(str(cell)) for cell in row))
-    (console or out).print(table)
+    return table
 
 
-def wide_console(columns: int) -> Console:
-    """Returns the console itself for a terminal, else one of the given width: files and pipes need no wrapping."""
-    return out if out.is_terminal else Console(width=columns)
+def _fit_columns(headers: Sequence[str], rows: Sequence[Sequence[object]], width: int) -> list[list[int]]:
+    """Returns the columns of each table: as many as fit with their words whole, and the first one in all."""
+    needed = [
+        min(LONG_WORD, max(len(word) for cell in (header, *(row[column] for row in rows)) for word in (*str(cell).split(), "")))
+        + BESIDE_A_CELL
+        for column, header in enumerate(headers)
+    ]
+    tables = [[0]]
+    for column in range(1, len(headers)):
+        if len(tables[-1]) > 1 and 1 + sum(needed[each] for each in (*tables[-1], column)) > width:
+            tables.append([0])
+        tables[-1].append(column)
+    return tables
 
 
 def make_progress() -> Progress:
@@ -68,6 +103,21 @@ def make_progress() -> Progress:
         transient=True,
         disable=not err.is_terminal,
     )
+
+
+@contextmanager
+def writing_to(place: Path) -> Iterator[None]:
+    """Names the place in the error of a disk that is full.
+
+    Raises:
+        ConfigError: it is.
+    """
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise ConfigError(f"there is no space left for {place}; free some, or name another place") from None
 
 
 # Checks of output paths, before work starts.
@@ -89,6 +139,21 @@ def make_folder(folder: Path) -> Path:
     if not os.access(folder, os.W_OK | os.X_OK):
         raise ConfigError(f"cannot write to the folder {folder}; name another one, or change who may write there")
     return folder
+
+
+def check_folder(folder: Path) -> None:
+    """Checks that `make_folder` can make a folder later, without making it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    folder = there = folder.expanduser().absolute()
+    while not there.exists() and there != there.parent:
+        there = there.parent
+    if not there.is_dir():
+        raise ConfigError(f"{there} is a file; name a folder")
+    if not os.access(there, os.W_OK | os.X_OK):
+        raise ConfigError(f"cannot write to the folder {folder}; name another one, or change who may write in {there}")
 
 
 def find_place(file: Path) -> Path:

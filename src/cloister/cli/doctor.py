@@ -190,7 +190,12 @@ def check_hardening() -> Check:
     results = list(probe())
     missing = [result for result in results if not result.applied]
     if not missing:
-        return Check("sealed node", True, f"all {len(results)} measures can be taken", essential=False)
+        return Check(
+            "sealed node",
+            True,
+            f"all {len(results)} hardening measures that can be tried beforehand can be taken",
+            essential=False,
+        )
     detail = "; ".join(f"{result.measure}: {result.detail}" for result in missing)
     return Check("sealed node", False, detail, "; ".join(result.remedy for result in missing), essential=False)
 
@@ -203,7 +208,7 @@ def check_port(port: int) -> Check:
             probe.bind(("127.0.0.1", port))
         except OSError as error:
             free = port + 1 if port < 65535 else 8000
-            advice = f"stop what listens there, or serve with --port {free} (`make serve PORT={free}`)"
+            advice = f"stop what listens there, or serve with --port {free}"
             return Check("port", False, f"{port}: {error.strerror}", advice, essential=False)
     return Check("port", True, f"{port} is free")
 

@@ -243,7 +243,7 @@ CONTENTS: Final[Mapping[str, Mapping[str, str]]] = {
         "chat": "Talk to a model, several turns.",
         "pull": "Download a model, check it and keep it, with its licence, for `serve`, `run` and `chat`.",
         "list": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
-        "models": "List the models on this machine: embedded, pulled, in the hub's cache, and in the directories given.",
+        "models": "The same as `list`.",
         "show": "Show a model's source, licence, digest, format and defaults of sampling.",
         "rm": "Delete models that were pulled, or that are in the hub's cache.",
     },

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.table import Table
 
+from cloister.cli.console import print_table
 from cloister.policy.credentials import MAX_PRIORITY, MIN_PRIORITY, Credentials
 from cloister.policy.keyfile import locked, read_credentials, write_credentials
 from cloister.policy.quotas import KeyQuota
@@ -64,11 +63,10 @@ def list_keys(
         shown = [{"name": k.name, "tenant": k.tenant, "priority": k.priority, **dict(k.limits.items())} for k in keys]
         typer.echo(json.dumps(shown, indent=2))
         return
-    table = Table("name", "tenant", "priority", "requests/min", "at once", "tokens/day")
-    for key in keys:
-        limits = ("" if value is None else f"{value:,}" for _, value in key.limits.items())
-        table.add_row(key.name, key.tenant, str(key.priority), *limits)
-    Console().print(table)
+    headers = ("name", "tenant", "priority", "requests/min", "at once", "tokens/day")
+    limits = (["" if value is None else f"{value:,}" for _, value in key.limits.items()] for key in keys)
+    rows = [(key.name, key.tenant, key.priority, *limited) for key, limited in zip(keys, limits, strict=True)]
+    print_table("", headers, rows)
 
 
 @app.command()

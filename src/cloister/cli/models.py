@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from cloister.models.pulling import CatalogueModel
 
 
-MIB = 1 << 20
-
-
 def models(
     directories: Annotated[
         list[Path] | None, typer.Argument(help="Directories to search, besides the hub's cache.", metavar="[DIRECTORY]...")
@@ -36,8 +33,8 @@ def models(
     if as_json:
         print_json([asdict(model) for model in found])
         return
-    rows = [(m.name, m.source, m.architecture, m.format, f"{m.size_bytes / MIB:,.0f}") for m in found]
-    print_table("Models on this machine", ("--model", "from", "architecture", "weights", "MiB"), rows)
+    rows = [(m.name, m.source, m.architecture, m.format, f"{m.size_bytes / 1e6:,.0f}") for m in found]
+    print_table("Models on this machine", ("--model", "from", "architecture", "weights", "MB"), rows)
     for model in found:
         if model.obstacle is not None:
             print_line(f"{model.name}: {model.obstacle}", "yellow")

@@ -167,4 +167,8 @@ def _print(report: Report, quiet: bool, as_json: bool) -> None:
         print_line(f"\n{proof}")
     if not quiet and not report.faults:
         course = report.state.course
-        print_line(f"{report.state.size} entries, {course.epoch} epochs: nothing is wrong", "green")
+        told = ", ".join(
+            f"{count} {one if count == 1 else many}"
+            for count, one, many in ((report.state.size, "entry", "entries"), (course.epoch, "epoch", "epochs"))
+        )
+        print_line(f"{told}: nothing is wrong", "green")

@@ -11,7 +11,7 @@ import msgspec
 import typer
 
 from cloister.bench.settings import ArrivalsConfig, ObjectiveConfig, WorkloadConfig
-from cloister.cli.console import err, make_progress, print_json, print_line, print_table, wide_console
+from cloister.cli.console import err, make_progress, print_json, print_line, print_table
 from cloister.cli.options import GivenSettings, with_settings
 from cloister.types.errors import ConfigError
 from cloister.types.refusals import Refusals
@@ -94,7 +94,7 @@ def placement(
     ]
     title = f"{workload.name}, {len(workload.items)} requests, {ranked[0][1].slo}, {router}"
     headers = ("Replicas", "Threads each", "Goodput, req/s", "Within limits", "P99 TTFT, ms", "P99 TBT, ms")
-    print_table(title, headers, rows, wide_console(110))
+    print_table(title, headers, rows)
     if not outcome.goodput_rps:
         raise ConfigError(
             "no placement keeps the limits for any request; give looser ones, fewer requests a second, or more --threads",

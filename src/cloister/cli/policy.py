@@ -16,7 +16,15 @@ from rich.table import Table
 from cloister.cli.console import out, print_json
 from cloister.policy import PROFILING_THREAT, Entry, Profile, Ruling, Verdict, gather
 from cloister.policy.counts import WINDOWS_THREAT
-from cloister.policy.document import all_features, compare_profiles, differing_features, show_letters, to_data, to_markdown
+from cloister.policy.document import (
+    NO_LETTERS,
+    all_features,
+    compare_profiles,
+    differing_features,
+    show_letters,
+    to_data,
+    to_markdown,
+)
 from cloister.policy.features import Feature, declared_threats, judged_apart
 from cloister.policy.matrix import ROWS, row_of, rows_in_build
 from cloister.trust.shape import SHAPING_THREAT
@@ -122,7 +130,8 @@ def _print_tables(entries: tuple[Entry, ...], profile: Profile | None) -> None:
     console.print(parts)
     console.print(
         "S stateless computation, E enforceable guarantees, P no privileged runtime access, T non-targetability, "
-        "V verifiable transparency. --profile NAME shows the conditions; --markdown and --json show residue and attacks too.",
+        f"V verifiable transparency; {NO_LETTERS.replace('`', '')}. "
+        "--profile NAME shows the conditions; --markdown and --json show residue and attacks too.",
         style="dim",
     )
 

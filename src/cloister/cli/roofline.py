@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cloister.cli.console import err, find_place, out, print_json, print_table, wide_console
+from cloister.cli.console import err, find_place, out, print_json, print_table
 from cloister.types.errors import ConfigError, ModelError
 
 if TYPE_CHECKING:
@@ -126,7 +126,7 @@ def _print(drawn: Roofline) -> None:
     for step in drawn.steps:
         rows = [_without(row, hidden) for row in report.list_rows(step)]
         out.print()
-        print_table(report.describe_work(step.work), _without(report.HEADERS, hidden), rows, wide_console(WIDE))
+        print_table(report.describe_work(step.work), _without(report.HEADERS, hidden), rows)
         out.print(report.describe_step(step), highlight=False, soft_wrap=True)
     out.print()
     style = None if drawn.fits else "bold red"

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from http import HTTPStatus
 
 from msgspec import UNSET
 
@@ -139,6 +140,11 @@ class Buyer:
             raise
         if status != 200:
             self._pending = None if 400 <= status < 500 else pending
+            if status == HTTPStatus.UNAUTHORIZED:
+                raise NoTokensError(
+                    "There is no token left, and the issuer does not know the API key (401): check the key in the file of "
+                    "--api-key-file (`api_key` of a Session), or ask the issuer's operator for one."
+                )
             message = read_message(body) or "it gave no reason"
             raise NoTokensError(f"There is no token left, and the issuer gave none ({status}): {message}")
         try:

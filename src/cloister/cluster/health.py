@@ -164,13 +164,16 @@ class ReplicaSpeeds:
         return [replica for replica in replicas if not self._speeds[replica.index].is_slow]
 
     def _relate(self, speed: _ReplicaSpeed) -> float:
-        """Returns how many times as long as those of the others the steps of a replica take, less what slows the others too."""
+        """Returns how many times as long as those of the others the steps of a replica take, less what slows the others too.
+
+        What is at most 1 is no slowness, of which something of the others could be taken off: it would count them twice.
+        """
         own = speed.ratio()
         if not speed.is_known or own is None:
             return 1.0
         others = [other.ratio(speed.since_s) for other in self._speeds if other is not speed]
         known = [ratio for ratio in others if ratio is not None]
-        return own / max(1.0, median(known)) if known else own
+        return max(min(1.0, own), own / max(1.0, median(known))) if known else own
 
     def _judge(self, index: int, speed: _ReplicaSpeed, now: float) -> SpeedChange | None:
         slowness = self._relate(speed)

@@ -517,5 +517,15 @@ async def _start_all(replicas: Sequence[EngineClient], num_sharing: int) -> Base
     await asyncio.gather(*starting, return_exceptions=True)
     error = next((task.exception() for task in done if task.exception() is not None), None)
     if isinstance(error, MemoryBudgetError) and num_sharing > 1:
-        return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
+        return _advise(error, num_sharing)
     return error
+
+
+def _advise(error: MemoryBudgetError, num_sharing: int) -> MemoryBudgetError:
+    """Returns the error of one of so many replicas that share the memory, with how many of them would fit, if that is known."""
+    if error.fit is None:
+        return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
+    if not (num_fitting := int(error.fit * num_sharing)):
+        return error
+    advice = f"start {num_fitting} replicas at most, since {num_sharing} share the memory"
+    return MemoryBudgetError(f"{advice}: of each, {error.message}", param=error.param)

@@ -136,7 +136,7 @@ def build(boot: channel.Boot, send: Send) -> EngineCore | None:
     try:
         return find_entry(boot.entry)(boot.config)
     except CloisterError as error:
-        send(Failed(error.message, error.code))
+        send(Failed(error.message, error.code, getattr(error, "fit", None)))
     except Exception as error:  # safe to log: before the first request there is no user content
         _logger.exception("the engine could not be built")
         if lacks_memory(error):
@@ -164,7 +164,7 @@ def _set_up_kv(
         if config.kv_tier is not None:
             _open_tiers(core, config, kv_pool, is_restart=boot.is_restart)
     except CloisterError as error:
-        send(Failed(error.message, error.code))
+        send(Failed(error.message, error.code, getattr(error, "fit", None)))
         return False
     return True
 

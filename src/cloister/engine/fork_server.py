@@ -99,7 +99,8 @@ class ForkServer:
                 return spawn_program(far)
             if self._failure is not None and self._num_failures > num_failures and self._failure[0] == boot:
                 # while this one waited: of many replicas that do not fit, each would load a template of its own
-                raise recreate(self._failure[1].message, self._failure[1].code)
+                error = self._failure[1]
+                raise recreate(error.message, error.code, getattr(error, "fit", None))
             await self._check(boot)
             for _ in range(_NUM_ATTEMPTS):
                 try:
@@ -224,8 +225,8 @@ class _Template:
         match _STARTED.decode(said) if said else None:
             case TemplateReady(refusal):
                 self.refusal = refusal
-            case Failed(message, code):
-                raise recreate(message, code)
+            case Failed(message, code, fit):
+                raise recreate(message, code, fit)
             case _:
                 raise EngineError(await child_process.explain_death(self.process))
 

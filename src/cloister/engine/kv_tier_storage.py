@@ -141,19 +141,21 @@ KV_TIERS: Registry[TierStorage] = Registry("KV tier")
 
 
 class DiskStorage:
-    """A file in a directory, whose name is removed when it is made."""
+    """A file in a directory, which is made if it is not there; the file's name is removed when it is made."""
 
     is_memory = is_shared = lends = False
 
     def open(self, where: TierSetting) -> int:
         if where.num_bytes is not None and where.num_bytes > (free := self._count_free(where)):
             _logger.warning(
-                "the KV tier may take %.0f MiB of %s, where %.0f MiB are free; what has no room there is computed again",
+                "the KV tier may take %.0f MiB of %s, where %.0f MiB are free; KV that does not fit there is "
+                "lost, and computed again when it is needed",
                 where.num_bytes / 2**20,
                 where.path,
                 free / 2**20,
             )
         try:
+            _make_folder(where)
             with tempfile.TemporaryFile(prefix="cloister-kv-", dir=where.path) as file:
                 return os.dup(file.fileno())
         except OSError as error:
@@ -164,9 +166,15 @@ class DiskStorage:
 
     def _count_free(self, where: TierSetting) -> int:
         try:
+            _make_folder(where)
             return shutil.disk_usage(Path(where.path)).free
         except OSError as error:
             raise _unusable(where, error) from error
+
+
+def _make_folder(where: TierSetting) -> None:
+    """Makes the directory if it is not there, for this user alone."""
+    Path(where.path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
 class HostStorage:

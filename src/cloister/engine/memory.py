@@ -105,14 +105,17 @@ def budget_memory(
     _check_tier(tier_bytes, left - sizes.num_bytes(least_blocks))
     left -= tier_bytes
     if left <= 0:
-        raise MemoryBudgetError(
+        needed_bytes = available_bytes - left + need.kv_block_bytes
+        refusal = MemoryBudgetError(
             f"weights ({_mib(need.weights_bytes)}), {_say('adapters', adapters_bytes)}{_say('drafters', drafters_bytes)}"
             f"{_say('the KV tier', tier_bytes)}"
             f"activations ({_mib(activations_bytes)}) and overhead "
             f"({_mib(overhead_bytes)}) need {_mib(available_bytes - left)}, but {_mib(available_bytes)} are available; "
-            f"{_say_how_to_get(available_bytes - left + need.kv_block_bytes, whole_bytes)} or choose a smaller model",
+            f"{_say_how_to_get(needed_bytes, whole_bytes)} or choose a smaller model",
             param="model",
         )
+        refusal.fit = available_bytes / needed_bytes
+        raise refusal
     if kv_memory_mb is None:
         num_blocks, why = _default_blocks(sizes, left, blocks_per_seq, max_num_seqs)
         if follows_settings and num_blocks < blocks_per_seq * max_num_seqs:

@@ -258,8 +258,8 @@ class ProcessTransport(_ChannelTransport):
         match await self._messages.receive():
             case Ready() as ready:
                 return ready
-            case Failed(message, code):
-                raise recreate(message, code)
+            case Failed(message, code, fit):
+                raise recreate(message, code, fit)
             case _:
                 assert self._process is not None
                 raise EngineError(await child_process.explain_death(self._process))

@@ -40,8 +40,9 @@ def describe_start(
     config, front = settings.engine.config, settings.server.config
     if front.replicas > 1 or front.on != LOCAL:
         where = "" if front.on == LOCAL else f" on {front.on} ({front.ray_address or 'this machine alone'})"
-        yield f"{_say_number(front)} replicas{where}{_say_roles(front)}, router {front.router}; each:"
-    threads = "as many threads as it gets CPUs" if config.num_threads is None else f"{config.num_threads} threads"
+        yield f"{_say_number(front)} replicas{_say_roles(front)}{where}, router {front.router}; each:"
+    num_threads = config.num_threads
+    threads = "1 thread" if num_threads == 1 else f"{num_threads} threads" if num_threads else "as many threads as it gets CPUs"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
     if front.fork_server and model.backend != "native":
         yield f"each engine starts by itself, not as a fork: {model.backend} computes this model"
@@ -51,10 +52,22 @@ def describe_start(
     items = [*memory, ("in all", sum(size for _, size in memory))]
     whose = "memory of all replicas" if front.replicas > 1 else "memory"
     yield f"{whose}, at most: " + ", ".join(f"{what} {size / 2**20:.0f} MiB" for what, size in items)
+    if config.kv_tier is not None:
+        yield from _say_disk(config.kv_tier, front.replicas)
     whole_s = sum(duration_s for _, duration_s in startup)
     yield f"started in {whole_s:.1f} s: " + ", ".join(f"{phase} {duration_s:.2f}" for phase, duration_s in startup)
     if notice is not None:
         yield notice
+
+
+def _say_disk(kv_tier: str, num_replicas: int) -> Iterator[str]:
+    """Yields what the tier on disk takes, if there is one; each engine has a file of its own."""
+    from cloister.engine.kv_tier_storage import FREE_SHARE, parse_tiers  # only when it was asked for: it imports cryptography
+
+    for tier in parse_tiers(kv_tier):
+        if not tier.storage.is_memory:
+            most = f"{FREE_SHARE:.0%} of what is free" if tier.num_bytes is None else f"{tier.num_bytes / 2**20:.0f} MiB"
+            yield f"disk, at most: KV tier {most} in {tier.path}{' for each replica' if num_replicas > 1 else ''}"
 
 
 def _say_number(front: ServerConfig) -> str:

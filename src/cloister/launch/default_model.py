@@ -30,7 +30,7 @@ def choose_default_model(
         store: store of pulled models; None for this user's.
 
     Raises:
-        ModelError: the downloaded default model is not the published one.
+        ModelError: the downloaded default model is not the published one, or the disk has no room for it.
     """
     is_named = next(reason.why for reason in settings.engine.reasons if reason.name == "model") != "default"
     if is_named or settings.models or settings.server.config.sealed:
@@ -48,16 +48,19 @@ def choose_default_model(
     else:
         from cloister.models.pulling.downloads import DigestMismatchError
         from cloister.models.pulling.pull import pull_catalogue_model
+        from cloister.models.pulling.store import StoreFullError
 
         try:
             pull_catalogue_model(default, store, progress=True)
         except DigestMismatchError as error:  # an attack or a broken mirror: too serious for a log line
             raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package") from None
+        except StoreFullError as error:  # its operator would learn of it from poor answers only
+            raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package, a toy") from None
         except ModelError as error:
             why = error.message
         else:
             return _with_model(settings, default.name, "the default; it was downloaded at this start")
-    announce(f"{embedded} serves, a toy that is in the package, and not {default.name}: {why}")
+    announce(f"warning: {embedded} serves, a toy that is in the package, and not {default.name}: {why}")
     return _with_model(settings, embedded, why)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
+from typing import Final
 
 from cloister.policy.features import ALWAYS_THERE, FEATURES, Feature, judged_apart
 from cloister.policy.matrix import REQUIREMENTS, ROWS, Entry, find_row, rows_in_build
@@ -21,6 +22,12 @@ in the code; the other rows state the requirements for adding one."""
 _PROFILES = """A rule is named `T6.<row>.<profile>`, or `T6.<row>.<part>.<profile>` if a part of a row has its own verdict.
 **Allowed**: no condition. **Mitigated**: allowed, because the condition in the cell is met. **Refused**: no flag, config file
 or request can switch it on, and the refusal names the rule."""
+
+
+NO_LETTERS: Final = (
+    "`-` is none of the five, and `- (T with flip)` none, but T if roles of replicas flip while they run (`--rebalance`)"
+)
+"""What stands in place of letters."""
 
 
 def show_letters(row: Row) -> str:
@@ -46,6 +53,7 @@ def to_markdown(entries: Sequence[Entry]) -> str:
         "## The five requirements",
         "\n".join(f"- **{r}** {name}: {meaning}." for r, (name, meaning) in REQUIREMENTS.items()),
         "## Optimisation and threat",
+        f"{NO_LETTERS}.",
         _table(
             ("feature", "threat", "residue, where", "attack", "mitigation", "in this build"),
             (

@@ -275,7 +275,7 @@ def _biases(given: object) -> dict[str, float] | None:
     if given in (None, [], {}):
         return None
     if isinstance(given, dict | list) and len(given) > MAX_LOGIT_BIAS:
-        raise invalid(f"`logit_bias` must be at most {MAX_LOGIT_BIAS} entries long.", "logit_bias", "invalid_value")
+        raise invalid(f"`logit_bias` must be a list of {MAX_LOGIT_BIAS} or fewer.", "logit_bias", "invalid_value")
     pairs = list(given.items()) if isinstance(given, dict) else given
     if not isinstance(pairs, list) or not all(_is_pair(pair) for pair in pairs):
         raise invalid("`logit_bias` must be a list of [token id, bias], or an object of them.", "logit_bias", "invalid_type")

@@ -246,7 +246,7 @@ def bind(host: str, port: int) -> socket.socket:
             remedy = "no network interface here has it; choose another one with --host (0.0.0.0 is all of them)"
             raise ConfigError(f"cannot listen on {host}: {remedy}", param="host") from None
         raise ConfigError(
-            f"cannot listen on {host} port {port}: {reason}; choose another one with --port (`make serve PORT=`), or 0 for any",
+            f"cannot listen on {host} port {port}: {reason}; choose another one with --port, or 0 for any",
             param="port",
         ) from None
     return listener

@@ -130,9 +130,14 @@ class ConfigError(CloisterError):
 
 
 class MemoryBudgetError(ConfigError):
-    """The configuration does not fit into memory; the message states a figure that does."""
+    """The configuration does not fit into memory; the message states a figure that does.
+
+    Attributes:
+        fit: memory that there is for an engine, over what it needs at least; None if it is not known.
+    """
 
     code = "out_of_memory_budget"
+    fit: float | None = None
 
 
 def lacks_memory(error: BaseException) -> bool:
@@ -151,8 +156,11 @@ def describe_read_error(name: str, error: OSError) -> CloisterError:
     return ModelError(f"{name} cannot be read: {error.strerror}; check the disk and who may read the file")
 
 
-def recreate(message: str, code: str) -> CloisterError:
-    """Returns the error that another process raised, from its message and code."""
+def recreate(message: str, code: str, fit: float | None = None) -> CloisterError:
+    """Returns the error that another process raised, from its message and code, and `MemoryBudgetError.fit`."""
     kinds = (kind for kind in globals().values() if isinstance(kind, type) and issubclass(kind, CloisterError))
     found = next((kind for kind in kinds if kind.code == code and not issubclass(kind, RetryLaterError)), EngineError)
-    return found(message, code=code)
+    error = found(message, code=code)
+    if isinstance(error, MemoryBudgetError):
+        error.fit = fit
+    return error

@@ -417,10 +417,15 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """Engine to front: why it cannot start; sent once before it exits."""
+    """Engine to front: why it cannot start; sent once before it exits.
+
+    Attributes:
+        fit: `MemoryBudgetError.fit`.
+    """
 
     message: str
     code: str
+    fit: float | None = None
 
 
 class Outputs(msgspec.Struct, frozen=True, tag=True):

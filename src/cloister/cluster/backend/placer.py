@@ -38,7 +38,10 @@ STOP_S: Final = 20.0
 """Longest end of the driver, and of a Ray that it started; it is killed then."""
 KILL_S: Final = 5.0
 """Longest wait for a driver that was killed."""
-DRIVER_ENDED: Final = "the driver of Ray has ended; the log may say why"
+DRIVER_ENDED: Final = (
+    "the driver of Ray has ended; what it said last, if anything, is on standard error, and what Ray says in "
+    "/tmp/ray/session_latest/logs of the machine, where it runs on its own"
+)
 TAKES_COMMANDS: Final = (
     "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
     "and keep its network to itself"

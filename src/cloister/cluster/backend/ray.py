@@ -145,7 +145,7 @@ class Driver:
                 f"the Ray cluster at {head or settings.address} refuses the token of this process, or that it has none; set "
                 "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they are in the cluster"
             ) from None
-        except (RayError, ConnectionError, RuntimeError, ValueError, OSError) as error:
+        except Exception as error:  # of any class: a node that starts too slowly is an `Exception`
             raise EngineError(_explain(settings.address, error)) from None
         self._reserve()
         takes_commands = settings.address is not None and os.environ.get("RAY_AUTH_MODE") != "token"
@@ -282,7 +282,10 @@ def _note(error: Exception) -> str:
 
 def _explain(address: str | None, error: Exception) -> str:
     if address is None:
-        return f"Ray does not start on this machine ({_note(error)})"
+        return (
+            f"Ray does not start on this machine ({_note(error)}); it may be too busy, or short of memory: try again when "
+            "it has less to do, or leave `--on ray` out"
+        )
     where = "HOST:PORT of its head" if address == "auto" else address
     return (
         f"the Ray cluster at {address} cannot be joined ({_note(error)}); a node of it must run on this machine: "

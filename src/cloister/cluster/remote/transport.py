@@ -102,9 +102,9 @@ class RemoteTransport:
         match await _receive(session):
             case Ready() as ready:
                 return ready
-            case Failed(message, code):
+            case Failed(message, code, fit):
                 session.lose(message)
-                raise recreate(message, code)
+                raise recreate(message, code, fit)
             case _:
                 how = session.how or "it sent something else before it described itself"
                 session.lose(how)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -13,9 +14,10 @@ from functools import cache, partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
+import msgspec.inspect
 
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.virtual.drawing import draw_scenario
@@ -30,6 +32,8 @@ from cloister.types.processes import end_with_parent
 
 S = TypeVar("S")
 
+EXAMPLE: Final = '{"seed": 1, "jobs": [{"at_s": 0, "prompt": "hello"}]}'
+_NO_CHOICE: Final = re.compile(r"Invalid enum value .* - at `\$\.([^`]*)`")
 LEAST_POOLED: Final = 2
 """Slots of which one can be lent."""
 MOST_BEAMS: Final = 8
@@ -143,13 +147,35 @@ def read_scenario(path: Path) -> Scenario:
     try:
         scenario = msgspec.json.decode(text, type=Scenario)
     except msgspec.MsgspecError as error:
+        told = describe_mistake(error, Scenario)
         raise ConfigError(
-            f"{path} holds no scenario: {error}; docs/cluster.md has one, and `cloister cluster fuzz` writes those that fail",
+            f"{path} holds no scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
         raise ConfigError(f"the scenario {path} cannot be: {wrong}", param="scenario")
     return scenario
+
+
+def describe_mistake(error: msgspec.MsgspecError, kind: type[msgspec.Struct]) -> str:
+    """Returns what is wrong with the text of a scenario, and where only some words are possible, which.
+
+    Args:
+        kind: what it was read as.
+    """
+    text = str(error)
+    found = _NO_CHOICE.search(text)
+    if found is None:
+        return text
+    info: Any = msgspec.inspect.type_info(kind)
+    for name in re.sub(r"\[[^]]*\]", "", found[1]).split("."):
+        while hasattr(info, "item_type"):
+            info = info.item_type
+        info = next(field.type for field in info.fields if field.encode_name == name)
+    while hasattr(info, "item_type"):
+        info = info.item_type
+    values = getattr(info, "values", ())
+    return f"{text}, which is one of {', '.join(map(str, values))}" if values else text
 
 
 def _find_mistake(scenario: Scenario) -> str | None:

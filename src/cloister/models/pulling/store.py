@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from tempfile import mkdtemp
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import msgspec
 
@@ -50,6 +50,10 @@ class PulledModel:
     licence: str = "unknown"
     title: str = ""
     sampling: Mapping[str, float] = field(default_factory=dict)
+
+
+class StoreFullError(ModelError):
+    """The disk of the store has too little space for a model."""
 
 
 class Store:
@@ -109,12 +113,13 @@ class Store:
             need_bytes: maximum size of its content.
 
         Raises:
-            ModelError: the disk has too little space or fills up, the store cannot be written, or another process adds.
+            StoreFullError: the disk has too little space, or fills up.
+            ModelError: the store cannot be written, or another process adds.
         """
         try:
             self.root.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+            self._fail(error)
         self.check_room(need_bytes)
         with self._lock():
             scratch = None
@@ -124,18 +129,21 @@ class Store:
                 scratch = Path(mkdtemp(prefix=_SCRATCH, dir=self.root))
                 yield scratch
             except OSError as error:
-                if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise ModelError(f"the disk of {self.root} is full; free some, and run the command again") from None
-                raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+                self._fail(error)
             finally:
                 if scratch is not None:
                     shutil.rmtree(scratch, ignore_errors=True)
 
+    def _fail(self, error: OSError) -> NoReturn:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise StoreFullError(f"the disk of {self.root} is full; free some, and run the command again") from None
+        raise ModelError(f"models cannot be kept in {self.root}: {error.strerror}") from None
+
     def check_room(self, need_bytes: int) -> None:
-        """Raises ModelError if the disk lacks space for this many more bytes."""
+        """Raises StoreFullError if the disk lacks space for this many more bytes."""
         free_bytes = shutil.disk_usage(self.root).free
         if free_bytes < need_bytes + _SPARE_BYTES:
-            raise ModelError(
+            raise StoreFullError(
                 f"the disk of {self.root} has {free_bytes / 1e6:,.0f} MB free, and {(need_bytes + _SPARE_BYTES) / 1e6:,.0f} MB "
                 "are needed for a while; free some, and run the command again"
             )

@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from cloister.cluster.virtual.fuzz import open_tokenizer, shrink_by, simplify_job
+from cloister.cluster.virtual.fuzz import describe_mistake, open_tokenizer, shrink_by, simplify_job
 from cloister.cluster.virtual.simulation import RunOutcome
 from cloister.private.virtual.scenario import MOST_CLOCK_S, UnitScenario, draw_unit_scenario
 from cloister.private.virtual.simulation import run_unit_scenario
@@ -51,8 +51,9 @@ def read_unit_scenario(path: Path) -> UnitScenario:
     try:
         scenario = msgspec.json.decode(path.read_bytes(), type=UnitScenario)
     except (OSError, msgspec.MsgspecError) as error:
+        told = str(error) if isinstance(error, OSError) else describe_mistake(error, UnitScenario)
         raise ConfigError(
-            f"{path} holds no scenario of a sealed unit: {error}; `cloister cluster fuzz --sealed` writes those that fail",
+            f"{path} holds no scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):

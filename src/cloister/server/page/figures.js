@@ -108,7 +108,7 @@ export const PLOTS = [
     unit: 2 ** 20,
     show: bytes,
     read: (moment) => ["engine", "front"].map((process) => moment.value("cloister_process_memory_bytes", of(process))),
-    note: () => "in RAM, with what they map",
+    note: () => "resident memory, files that they have mapped included",
   },
 ];
 

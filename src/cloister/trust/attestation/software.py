@@ -45,7 +45,7 @@ class SoftwareVerifier:
             return findings
         findings.leave_open(
             "hardware",
-            "NOT PROVED: no hardware vouches for this node; host not excluded: its owner can read what it is sent",
+            "NOT PROVED: no hardware vouches for this node, whose owner can read what it is sent",
         )
         findings.check(
             "report-signature",

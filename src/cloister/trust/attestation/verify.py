@@ -171,7 +171,9 @@ def _check_hardening(findings: Findings, statement: Statement, policy: Attestati
         shown = ", ".join(sorted(missing)) or "all of them"
         findings.doubt(policy, "hardening", f"hardening measures that are not in force: {shown}")
     else:
-        findings.prove("hardening", f"{len(measures)} hardening measures are in force, {', '.join(sorted(applied))}")
+        num_processes = len({name.rpartition(".")[0] for name in measures})
+        told = f"{len(applied)} hardening measures are in force, {len(measures)} times in {num_processes} processes"
+        findings.prove("hardening", f"{told}: {', '.join(sorted(applied))}")
 
 
 # Identifies the chips of a node's evidence, so that one chip cannot count as two nodes.

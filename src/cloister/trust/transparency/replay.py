@@ -7,6 +7,7 @@ matter too.
 from __future__ import annotations
 
 import hashlib
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Final
@@ -231,9 +232,8 @@ class Replay:
             return
         self.course = replace(self.course, roll=roll)
         names = ", ".join(f"{member.name} {member.capacity / membership.capacity:.0%}" for member in membership.members)
-        yield Remark(
-            "membership", f"entry {index}: membership {membership.number} from {membership.not_before} on: {names}", False
-        )
+        begins = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(membership.not_before))
+        yield Remark("membership", f"entry {index}: membership {membership.number} from {begins} on: {names}", False)
 
 
 # Describes a log's entries, and checks a copy of a whole log.
