@@ -17,6 +17,7 @@ import httpx
 import pytest
 from starlette.testclient import TestClient
 
+from cloister.cli import main
 from cloister.policy.credentials import Credentials
 from cloister.policy.keyfile import write_credentials
 from cloister.private.issuer import issuer_app, list_issuers, read_issuer_keys
@@ -29,6 +30,7 @@ from cloister.trust.tokens.issuance import (
     REQUEST_TYPE,
     RESPONSE_TYPE,
 )
+from cloister.trust.tokens.issuer_keys import AHEAD_S, EPOCH_S, KeyShelf
 from cloister.trust.transparency.files import write_key
 from cloister.trust.transparency.issuer_keys import IssuerIdentity
 from cloister.trust.transparency.note import Kind, PrivateKey
@@ -170,3 +172,25 @@ def test_the_verb_serves_writes_nothing_of_a_request_and_keeps_its_keys(tmp_path
     for entry in list_issuers(read_issuer_keys(tmp_path / "shown.json"), time.time()):
         assert entry.budget == 77
         assert replace(known, url=entry.url).has_signed(entry)
+
+
+def test_an_issuer_that_stood_still_goes_on_if_its_operator_says_so(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_key(tmp_path / "issuer.key", PrivateKey.generate("issuer.example", Kind.NOTE))
+    now = time.time()
+    KeyShelf(tmp_path / "state" / "keys", budget=1).turn(now - 2 * EPOCH_S)
+    newest = int(now + AHEAD_S) // EPOCH_S
+    verb = ["issuer", "--url", "http://127.0.0.1", "--key", str(tmp_path / "issuer.key"), "--state", str(tmp_path / "state")]
+
+    def show(*more: str) -> tuple[object, str, str]:
+        with pytest.raises(SystemExit) as left:
+            main([*verb, *more, "--show-keys"])
+        return left.value.code, *capfd.readouterr()
+
+    for more in ((), ("--accept-keys", str(newest - 1))):
+        status, out, err = show(*more)
+        assert (status, out) == (1, "")
+        assert f"--accept-keys {newest} makes one" in err
+    status, out, err = show("--accept-keys", str(newest))
+    assert (status, max(key["not_before"] for key in json.loads(out)) // EPOCH_S) == (0, newest)
+    assert f"warning: a key of week {newest} is made" in err
+    assert show("--accept-keys", str(newest)) == show() == (0, out, "")

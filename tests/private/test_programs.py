@@ -184,7 +184,7 @@ def test_a_gateway_whose_spend_store_is_older_than_its_log_does_not_start(
     write_key(tmp_path / "log.key", world.log_key)
     (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
     (tmp_path / "issuer.json").write_text(json.dumps([issuer_key]))
-    (tmp_path / "relays").write_text(RELAY_SECRET)
+    write_secret(tmp_path / "relays", RELAY_SECRET)
     command = [
         *("gateway", "--url", GATEWAY, "--node", "http://127.0.0.1:1", "--spend-store", "sqlite:///spent.db", "--port", "0"),
         *("--relay-secrets", "relays", "--issuer-keys", "issuer.json", "--log", str(world.log.directory)),

@@ -29,6 +29,15 @@ def issuer(
     port: Annotated[int, typer.Option(help="Port to listen at; 0 picks a free one.", min=0, max=65535)] = 8003,
     tls_cert: Annotated[Path | None, typer.Option(help="Certificate chain, PEM.", metavar="FILE")] = None,
     tls_key: Annotated[Path | None, typer.Option(help="Its private key, PEM.", metavar="FILE")] = None,
+    accept_keys: Annotated[
+        int | None,
+        typer.Option(
+            help="Go on with a directory that lacks the key of this week, the newest that is due, because this issuer did not"
+            " run: it has shown none.",
+            metavar="WEEK",
+            min=1,
+        ),
+    ] = None,
     show_keys: Annotated[
         bool, typer.Option("--show-keys", help="Print the keys for the epoch file and a gateway, and exit.")
     ] = False,
@@ -53,7 +62,9 @@ def issuer(
     url, identity = check_url(url, "url"), read_key(key)
     state = state.expanduser()
     shelf = KeyShelf(state / "keys", budget=token_budget)
-    shelf.check_current(time.time())
+    if shelf.check_current(time.time(), accept_keys):
+        made = f"a key of week {accept_keys} is made; clients that saw another one buy nothing for eight days"
+        typer.echo(f"warning: {made}: --accept-keys", err=True)
     if show_keys:
         typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)
         return

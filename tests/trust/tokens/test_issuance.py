@@ -27,7 +27,7 @@ from cloister.trust.tokens.blind_rsa import (
 from cloister.trust.tokens.challenge import Token, TokenChallenge
 from cloister.trust.tokens.issuance import TokenRequest, decode_batch, encode_answers, evaluate
 from cloister.trust.tokens.issuer import MOST_TIMES
-from cloister.trust.tokens.issuer_keys import EPOCH_S, GRACE_S
+from cloister.trust.tokens.issuer_keys import AHEAD_S, EPOCH_S, GRACE_S
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, RateLimitError
 from tests.token_service import CHALLENGE, START, TokenService
 
@@ -202,23 +202,71 @@ def test_key_files_are_closed_to_others_and_a_broken_one_is_named(service: Token
     path = tmp_path / "keys" / f"{key.epoch}.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(path.read_text().replace("0x", "0x1", 1))
-    with pytest.raises(ConfigError, match="broken"):
+    with pytest.raises(ConfigError, match="broken; restore it. Remove it only if its week has ended"):
         KeyShelf(tmp_path / "keys", budget=1).turn(START)
+
+
+WEEK = int(START) // EPOCH_S
+LAST_DAY = (WEEK + 1) * EPOCH_S - AHEAD_S
 
 
 def test_an_older_copy_of_the_directory_makes_no_second_key_for_a_week(tmp_path: Path) -> None:
     """Two keys for one week have all clients wait until both have ended."""
     shelf = KeyShelf(tmp_path / "keys", budget=1)
-    shelf.check_current(START)  # a new issuer
+    assert not shelf.check_current(START)  # a new issuer
     shelf.turn(START)
     shelf.check_current(START)
-    old = shutil.copytree(tmp_path / "keys", tmp_path / "old")
-    shelf.turn(START + EPOCH_S - 3600)
-    shelf.check_current(START + EPOCH_S)  # it has run the day before
-    for late_s in (EPOCH_S, 5 * EPOCH_S):
-        with pytest.raises(ConfigError, match=r"keys of earlier weeks only.*has not run since 20\d\d-\d\d-\d\d 00:00 UTC"):
-            KeyShelf(old, budget=1).check_current(START + late_s)
-    KeyShelf(old, budget=1).check_current(START + 3600)
+    old = KeyShelf(shutil.copytree(tmp_path / "keys", tmp_path / "old"), budget=1)
+    old.check_current(LAST_DAY - 1)
+    shelf.turn(LAST_DAY + 3600)
+    shelf.check_current(START + EPOCH_S)
+    for now, missing, newest in (
+        (LAST_DAY, f"{WEEK + 1}", WEEK + 1),
+        (START + EPOCH_S, f"{WEEK + 1}", WEEK + 1),
+        (LAST_DAY + EPOCH_S, f"{WEEK + 1} and {WEEK + 2}", WEEK + 2),
+        (START + 5 * EPOCH_S, f"{WEEK + 5}", WEEK + 5),
+    ):
+        for accepted in (None, newest - 1, newest + 1):
+            words = rf"no key of week {missing}, shown from .*--accept-keys {newest} makes"
+            with pytest.raises(ConfigError, match=words) as refused:
+                old.check_current(now, accepted)
+            assert refused.value.param == "accept_keys"
+        assert old.check_current(now, newest)
+        assert not shelf.check_current(START + EPOCH_S, newest)  # nothing is missing there
+
+
+def test_a_copy_with_two_keys_is_too_old_when_the_third_is_shown(tmp_path: Path) -> None:
+    """A weekly copy has the next week's key, and is a week old when it is needed."""
+    shelf = KeyShelf(tmp_path / "keys", budget=1)
+    assert [key.epoch for key in shelf.turn(LAST_DAY)] == [WEEK, WEEK + 1]
+    copy = KeyShelf(shutil.copytree(tmp_path / "keys", tmp_path / "copy"), budget=1)
+    shelf.turn(LAST_DAY + EPOCH_S)
+    copy.check_current(LAST_DAY + EPOCH_S - 1)
+    with pytest.raises(ConfigError, match=f"no key of week {WEEK + 2}"):
+        copy.check_current(LAST_DAY + EPOCH_S)
+
+
+def test_a_key_is_on_disk_for_a_day_before_it_is_shown(tmp_path: Path) -> None:
+    """An issuer that is restarted, or asked for its keys, at the moment at which the next one is shown has it."""
+    shelf = KeyShelf(tmp_path / "keys", budget=1)
+    assert [key.epoch for key in shelf.turn(LAST_DAY - AHEAD_S - 1)] == [WEEK]
+    assert [path.stem for path in (tmp_path / "keys").iterdir()] == [f"{WEEK}"]
+    assert [key.epoch for key in shelf.turn(LAST_DAY - AHEAD_S)] == [WEEK]
+    made = (tmp_path / "keys" / f"{WEEK + 1}.json").read_bytes()
+    assert [key.epoch for key in shelf.turn(LAST_DAY - 1)] == [WEEK]
+    assert not KeyShelf(tmp_path / "keys", budget=1).check_current(LAST_DAY)
+    assert [key.epoch for key in shelf.turn(LAST_DAY)] == [WEEK, WEEK + 1]
+    assert (tmp_path / "keys" / f"{WEEK + 1}.json").read_bytes() == made
+
+
+def test_an_issuer_that_stood_still_keeps_the_key_whose_tokens_are_still_accepted(tmp_path: Path) -> None:
+    shelf = KeyShelf(tmp_path / "keys", budget=1)
+    (sold,) = shelf.turn(START)
+    now = (WEEK + 1) * EPOCH_S + 3600
+    assert shelf.check_current(now, WEEK + 1)
+    kept, current = shelf.turn(now)
+    assert (kept.key_id, kept.private, current.epoch) == (sold.key_id, None, WEEK + 1)
+    assert not shelf.check_current(now)
 
 
 def test_two_issuers_of_one_directory_make_one_key(tmp_path: Path) -> None:

@@ -179,6 +179,24 @@ def test_a_store_tells_whether_it_has_seen_an_epoch(place: Place, store: SpendSt
     assert refused.value.param == "spend_store"
 
 
+def test_a_store_of_a_version_without_epochs_is_named_as_such_and_keeps_its_tokens(tmp_path: Path) -> None:
+    with sqlite3.connect(tmp_path / "spent.db") as database:
+        database.execute(
+            "CREATE TABLE spent (key_id BLOB NOT NULL, token BLOB NOT NULL, expires_at INTEGER NOT NULL, "
+            "PRIMARY KEY (key_id, token)) WITHOUT ROWID"
+        )
+        database.execute("INSERT INTO spent VALUES (?, ?, ?)", (KEY, digest("spent"), LATER))
+    database.close()
+    store = open_spend_store(f"sqlite:///{tmp_path}/spent.db")
+    words = r"written by a version before this check.*--accept-store 40 goes on with this one: if it is the right one, nothing"
+    with pytest.raises(ConfigError, match=words):
+        check_epoch(store, "log.example", 40, 40)
+    assert store.note_epoch("log.example", 0, 40)  # as --accept-store does
+    check_epoch(store, "log.example", 40, 41)
+    assert not store.spend(KEY, digest("spent"), LATER)
+    store.close()
+
+
 def test_keys_that_end_while_32_threads_spend_give_no_token_twice(store: SpendStore) -> None:
     won: list[tuple[int, int]] = []
 

@@ -16,7 +16,7 @@ from cloister.trust.transparency.checks import View
 from cloister.trust.transparency.epoch import GatewayEntry, parse_bundle
 from cloister.trust.transparency.log import Log
 from cloister.trust.transparency.membership import MAX_MEMBERS
-from cloister.trust.transparency.note import Note, Signature, parse_note
+from cloister.trust.transparency.note import Kind, Note, PrivateKey, Signature, parse_note
 from cloister.trust.transparency.publisher import Published, Publisher
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.witness import HttpWitness, NearWitness, Witness
@@ -115,7 +115,7 @@ def test_after_a_start_nothing_is_logged_that_follows_what_witnesses_have_not_co
     near = list(world.publisher._cosigners)
     two_away = Publisher(world.log, world.trust, [near[0], Silent(), Silent()])
     size = world.log.checkpoint()[0].size
-    with pytest.raises(TransparencyError, match="do not confirm its 2 entries") as caught:
+    with pytest.raises(TransparencyError, match="too few of its witnesses confirm its 2 entries") as caught:
         asyncio.run(two_away.publish(world.contents(), world.now))
     assert caught.value.reason == Reason.TOO_FEW_WITNESSES
     assert world.log.checkpoint()[0].size == size
@@ -134,6 +134,44 @@ def test_an_older_copy_of_a_log_does_not_go_on(world: World, more: int, tmp_path
         with pytest.raises(TransparencyError, match=rf"it cosigned {3 + more} entries before, and this checkpoint has 3"):
             world.publish()
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == files
+
+
+@pytest.mark.parametrize(
+    ("num_witnesses", "who_lagged", "who_was_restored"), [(4, (2, 3), ()), (3, (2,), (1,)), (3, (), (1, 2))]
+)
+def test_one_witness_that_cosigned_more_stops_an_older_copy(
+    num_witnesses: int, who_lagged: tuple[int, ...], who_was_restored: tuple[int, ...], tmp_path: Path
+) -> None:
+    """With a threshold of 2, two that know nothing of the newest epoch would confirm the log without it."""
+    keys = [PrivateKey.generate(f"witness.example/{number}", Kind.COSIGNATURE) for number in range(num_witnesses)]
+    world = World(tmp_path, witness_keys=keys)
+    world.publish()
+    copy = shutil.copytree(world.log.directory, tmp_path / "copy")
+    states = [shutil.copytree(tmp_path / f"witness{number}", tmp_path / f"old{number}") for number in who_was_restored]
+    near = world.publisher._cosigners
+    world.publisher._cosigners = tuple(Silent() if number in who_lagged else each for number, each in enumerate(near))
+    world.believe(world.publish().bundle)
+    for number, state in zip(who_was_restored, states, strict=True):
+        shutil.copytree(state, tmp_path / f"witness{number}", dirs_exist_ok=True)
+    older = Log(copy, world.log_key)
+    world.publisher = world.make_publisher(older)
+    with pytest.raises(TransparencyError, match=r"witness\.example/0 .*cosigned 4 .*has 3.*leave out its --witness"):
+        world.publish()
+    assert older.checkpoint()[0].size == 3
+
+
+def test_one_witness_of_another_tree_stops_a_gateway(world: World, tmp_path: Path) -> None:
+    copy = shutil.copytree(world.log.directory, tmp_path / "copy")
+    other = Log(copy, world.log_key)
+    world.log_minimum(1)
+    note = world.log.checkpoint()[1]
+    asyncio.run(NearWitness(world.witnesses[2], lambda: world.now).cosign(world.log, note))
+    other.append([b"another entry"])
+    world.publisher = world.make_publisher(other)
+    with pytest.raises(TransparencyError, match=r"witness\.example/2 .*knows another tree.*leave out its --witness"):
+        world.publish()
+    world.publisher._cosigners = world.publisher._cosigners[:2]  # as the message says
+    world.publish()
 
 
 def test_a_gateway_that_changes_its_keys_too_often_waits_until_clients_accept_the_next_ones(world: World) -> None:

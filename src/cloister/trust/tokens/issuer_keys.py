@@ -1,7 +1,10 @@
-"""The issuer's keys on disk: rotated every seven days, announced a day ahead, old private keys destroyed.
+"""The issuer's keys on disk: rotated every seven days, made two days ahead, shown a day ahead, old private keys destroyed.
 
 Epochs count seven days each from 1970 on, the same on every machine, so a key's number determines its validity. Tokens of a key
 are accepted for one more day after it stops signing, so that tokens held at the rotation can still be spent.
+
+A key is on disk for a day before anybody sees it. So a directory without a key that is due to be shown is an older copy, or its
+issuer stood still for all of that day; an issuer that is restarted at that moment is neither.
 """
 
 from __future__ import annotations
@@ -23,6 +26,9 @@ from cloister.types.errors import ConfigError
 EPOCH_S = 7 * 86400
 GRACE_S = 86400
 AHEAD_S = 86400
+"""How long before its week a key is shown."""
+_MAKE_S = 2 * AHEAD_S
+"""How long before its week a key is made."""
 _LOCK_S = 10.0
 """Timeout for the lock: far longer than another issuer needs to draw two keys."""
 
@@ -90,32 +96,44 @@ class KeyShelf:
         except OSError as error:
             raise ConfigError(f"cannot use the issuer's directory {directory}: {error.strerror}") from None
 
-    def check_current(self, now: float) -> None:
+    def check_current(self, now: float, accepted: int | None = None) -> bool:
         """Refuses a directory that may be an older copy: `turn` would make a second key for a week that has one.
 
-        A key is made a day before it signs, so an issuer that ran then has it. To call when an issuer starts.
+        To call when an issuer starts, or shows its keys.
+
+        Args:
+            now: Unix time in seconds.
+            accepted: the newest week of which a key is shown by now, to go on without it.
+
+        Returns:
+            Whether a key is missing, which is accepted.
 
         Raises:
-            ConfigError: there are keys of earlier weeks only.
+            ConfigError: the directory has keys, but not all that are shown by now.
         """
-        current = int(now) // EPOCH_S
-        epochs = [int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()]
-        if epochs and max(epochs) < current:
-            due = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(current * EPOCH_S - AHEAD_S))
-            raise ConfigError(
-                f"the issuer's directory {self._directory} has keys of earlier weeks only. If it is an older copy, restore the "
-                "newest: a second key for this week would stop every client for eight days. If this issuer has not run since "
-                f"{due}, it has shown no key of this week: remove the files in that directory, and start it again"
-            )
+        due = _weeks(now, AHEAD_S)
+        found = {int(path.stem) for path in self._directory.glob("*.json") if path.stem.isdecimal()}
+        missing = [week for week in due if week not in found]
+        if not found or not missing:
+            return False
+        if accepted == due[-1]:
+            return True
+        since = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(missing[0] * EPOCH_S - AHEAD_S))
+        weeks = " and ".join(map(str, missing))
+        raise ConfigError(
+            f"the issuer's directory {self._directory} has keys, but no key of week {weeks}, shown from {since} on. If it is "
+            "an older copy, restore the newest: a second key for a week would stop every client for eight days. If this issuer "
+            f"has not run since {since}, it has shown no such key: --accept-keys {due[-1]} makes one",
+            param="accept_keys",
+        )
 
     def turn(self, now: float) -> list[IssuerKey]:
-        """Creates the keys due at a time, destroys expired private keys, and returns the current keys, oldest first.
+        """Makes the keys due at a time, destroys expired private keys, and returns the keys that are shown then, oldest first.
 
         Raises:
             ConfigError: the directory or a file in it cannot be used.
         """
-        current = int(now) // EPOCH_S
-        wanted = [current] if (current + 1) * EPOCH_S - now > AHEAD_S else [current, current + 1]
+        wanted = _weeks(now, _MAKE_S)
         try:
             with self._locked():
                 keys = {key.epoch: key for key in map(self._read, sorted(self._directory.glob("*.json")))}
@@ -130,7 +148,7 @@ class KeyShelf:
                         keys[key.epoch] = self._write(IssuerKey(key.epoch, key.encoded, key.budget))
         except OSError as error:
             raise ConfigError(f"cannot use the issuer's directory {self._directory}: {error.strerror}") from None
-        return [keys[epoch] for epoch in sorted(keys)]
+        return [keys[epoch] for epoch in sorted(keys) if keys[epoch].issues_from - AHEAD_S <= now]
 
     def _make(self, epoch: int, others: list[IssuerKey]) -> IssuerKey:
         taken = {key.key_id[-1] for key in others}
@@ -161,7 +179,10 @@ class KeyShelf:
         except (msgspec.DecodeError, ValueError):
             is_whole = False
         if not is_whole or record.version != 1 or path != self._path(record.epoch):
-            raise ConfigError(f"the issuer's key file {path} is broken; restore it, or remove it: its tokens are lost then")
+            raise ConfigError(
+                f"the issuer's key file {path} is broken; restore it. Remove it only if its week has ended (its tokens are "
+                "lost then): another key for a week would stop every client for eight days"
+            )
         return IssuerKey(record.epoch, encoded, record.budget, private)
 
     def _path(self, epoch: int) -> Path:
@@ -180,6 +201,11 @@ class KeyShelf:
             yield
         finally:
             os.close(descriptor)
+
+
+def _weeks(now: float, ahead_s: int) -> list[int]:
+    """The running week, and the next one if it begins within `ahead_s`."""
+    return list(range(int(now) // EPOCH_S, (int(now) + ahead_s) // EPOCH_S + 1))
 
 
 def _try_lock(descriptor: int) -> bool:

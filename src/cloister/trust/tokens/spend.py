@@ -78,9 +78,10 @@ def digest_of(token: Token) -> bytes:
 
 
 OLDER_STORE: Final = (
-    "the spend store does not know epoch {epoch}, which is in the log {log}: it is an older copy, or a new one, so tokens that "
-    "were spent since could be spent again. Name the store that the gateway had; if it is lost, --accept-store {epoch} goes on "
-    "with this one, and such tokens pay once more, for eight days at most"
+    "the spend store does not know epoch {epoch}, which is in the log {log}: it is an older copy, a new one, or written by a "
+    "version before this check. From an older copy or a new one tokens that were spent since could be spent again, so name the "
+    "store that the gateway had. --accept-store {epoch} goes on with this one: if it is the right one, nothing is lost; if the "
+    "right one is lost, such tokens pay once more, for eight days at most"
 )
 """Message of a refusal, to format."""
 

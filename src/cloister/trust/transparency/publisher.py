@@ -32,6 +32,7 @@ from cloister.trust.transparency.note import Note, Signature
 from cloister.trust.transparency.refusal import Reason, TransparencyError
 from cloister.trust.transparency.release import Release
 from cloister.trust.transparency.trust import Trust
+from cloister.trust.transparency.witness import OlderLogError, SplitViewError
 from cloister.types.errors import CloisterError
 
 MIN_EPOCH_S = 60
@@ -215,22 +216,33 @@ class Publisher:
         """Has the witnesses cosign the log as it is, before anything is signed after a start: an older copy of it must not go
         on, as that would be a second history, signed with its key.
 
+        One witness that knows more is enough to stop it: others may have lagged, or were restored too, and would confirm it.
+
         Raises:
-            TransparencyError: too few of them have; nothing was added.
+            TransparencyError: a witness knows more of it or another tree, or too few confirm it; nothing was added.
         """
         checkpoint, note = self._log.checkpoint()
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
-        reasons = []
+        reasons, contrary = [], []
         for answer in answers:
-            if isinstance(answer, CloisterError):
+            if isinstance(answer, (OlderLogError, SplitViewError)):
+                contrary.append(answer.message)
+            elif isinstance(answer, CloisterError):
                 reasons.append(answer.message)
             elif isinstance(answer, BaseException):
                 raise answer
+        if contrary:
+            raise TransparencyError(
+                Reason.TOO_FEW_WITNESSES,
+                f"nothing is added to the log with its {checkpoint.size} entries, since a witness knows more of it, or another "
+                f"tree: {'; '.join(contrary)}. If this log is an older copy, restore the newest. A witness's answer is not "
+                "signed: if it is wrong, and nobody who mirrors the log has other entries, leave out its --witness",
+            )
         if len(answers) - len(reasons) < self._trust.threshold:
             raise TransparencyError(
                 Reason.TOO_FEW_WITNESSES,
-                f"nothing is added to the log, since its witnesses do not confirm its {checkpoint.size} entries. If they "
-                f"cosigned more, it is an older copy: restore the newest one. {'; '.join(reasons)}",
+                f"nothing is added to the log, since too few of its witnesses confirm its {checkpoint.size} entries: "
+                f"{'; '.join(reasons)}",
             )
         self._is_confirmed = True
 

@@ -201,6 +201,10 @@ class SplitViewError(TransparencyError):
     """A witness cosigned another tree of this log."""
 
 
+class OlderLogError(TransparencyError):
+    """A witness says that it cosigned more entries of this log."""
+
+
 class _Asking:
     """The protocol's steps, for any transport."""
 
@@ -213,6 +217,7 @@ class _Asking:
 
         Raises:
             SplitViewError: it has cosigned another tree of this log.
+            OlderLogError: it has cosigned more entries of it.
             TransparencyError: it refused, sent an invalid answer, or did not answer in time.
         """
         size = parse_checkpoint(note.text).size
@@ -233,7 +238,11 @@ class _Asking:
             if not re.fullmatch("[0-9]{1,16}", known):
                 raise self._refused("its answer names no size")
             if int(known) > size:
-                raise self._refused(f"it cosigned {known} entries before, and this checkpoint has {size}")
+                raise OlderLogError(
+                    Reason.TOO_FEW_WITNESSES,
+                    f"the witness {self.key.name} did not cosign: it cosigned {known} entries before, and this checkpoint has "
+                    f"{size}",
+                )
             if int(known) == self._known:
                 raise self._split()
             self._known = int(known)
