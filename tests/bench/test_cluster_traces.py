@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.cluster_costs import MIXED, Costs, StepTimes, TimedStep
-from benchmarks.cluster_traces import Case, Record, Run, main, sample_conversations
+from benchmarks.cluster_traces import AZURE, MOONCAKE, Case, Record, Run, main, sample_conversations
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import LatencyObjective, summarise
 from cloister.bench.traces import TraceRow
@@ -106,7 +106,9 @@ def test_a_kept_file_of_another_version_says_what_to_do(
         '{"options":"a","model":"cloister-5m","case":null}\n'
         '{"options":"a","model":"cloister-5m","costs":{"company":1.1,"delay_s":1e-4,"export_s":3e-5}}\n'
     )
-    monkeypatch.setattr("sys.argv", ["cluster_traces", "--keep", str(path), "--sitting-s", "0"])
+    for trace in (MOONCAKE, AZURE):
+        (tmp_path / trace).touch()
+    monkeypatch.setattr("sys.argv", ["cluster_traces", "--keep", str(path), "--sitting-s", "0", "--traces", str(tmp_path)])
     with pytest.raises(SystemExit) as ended:
         main()
     assert ended.value.code == 2

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cloister.models.location import embedded_names, locate
 from cloister.text import Tokenizer, expressions
-from cloister.text.spelling import SPLITS
+from cloister.text.spelling import EMBEDDED, SPLITS
 from cloister.types.errors import InvalidRequestError, ModelError
 from tests.text import models
 
@@ -44,7 +45,7 @@ def test_texts_are_bounded_where_an_expression_takes_their_square(expression: st
     assert time.process_time() - began_s < 10 * expressions.MOST_S
 
 
-@pytest.mark.parametrize("pattern", sorted({pattern for split in SPLITS.values() for pattern in split.patterns}))
+@pytest.mark.parametrize("pattern", sorted({EMBEDDED, *(pattern for split in SPLITS.values() for pattern in split.patterns)}))
 def test_published_expressions_are_bounded_by_nothing(pattern: str) -> None:
     assert expressions._bound(pattern) is None
 
@@ -56,3 +57,23 @@ def test_a_text_on_which_the_library_gives_up_is_refused(tmp_path: Path, monkeyp
         with pytest.raises(InvalidRequestError, match="gives up on this text") as refused:
             tokenizer.encode(text)
         assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("name", embedded_names())
+def test_expressions_of_the_models_in_the_package_are_not_tried(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expressions, "_bound", None)
+    Tokenizer(locate(name))
+
+
+def test_a_machine_that_is_disturbed_for_a_while_refuses_no_tokenizer(monkeypatch: pytest.MonkeyPatch) -> None:
+    num_calls, lost_s = 0, 0.0
+
+    def thread_time() -> float:
+        """Processor time of which a tenth of a second is gone in every second trial."""
+        nonlocal num_calls, lost_s
+        num_calls += 1
+        lost_s += 0.1 if num_calls % 4 == 2 else 0.0
+        return time.process_time() + lost_s
+
+    monkeypatch.setattr("cloister.text.expressions.time.thread_time", thread_time)
+    assert expressions._bound(EMBEDDED) is None

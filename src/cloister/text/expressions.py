@@ -26,8 +26,8 @@ NUM_CHARS: Final = 500
 FACTOR: Final = 8
 LEAST_S: Final = 0.0002
 """Less than this is not measured well, and counts as this much."""
-CLEAR_S: Final = 0.03
-"""What takes longer is not measured again."""
+NUM_TRIALS: Final = 6
+"""Trials of a text that takes long: a machine may be disturbed in some of them, and no tokenizer is refused for that."""
 MOST_GROWTH: Final = 3 * FACTOR
 """Times the time of a text that is `FACTOR` times as long; the square would be 64."""
 MOST_S: Final = 1.0
@@ -74,19 +74,23 @@ def _bound(expression: str) -> int | None:
 
 def _try(split: pre_tokenizers.PreTokenizer, unit: str, end: str) -> int | None:
     for num_chars in SHORT_CHARS:
-        if _measure(split, unit, end, num_chars) > MOST_SHORT_S:
+        if _measure(split, unit, end, num_chars, MOST_SHORT_S) > MOST_SHORT_S:
             raise _refusal()
-    short_s = max(LEAST_S, _measure(split, unit, end, NUM_CHARS))
-    long_s = _measure(split, unit, end, NUM_CHARS * FACTOR)
+    short_s = max(LEAST_S, _measure(split, unit, end, NUM_CHARS, LEAST_S))
+    long_s = _measure(split, unit, end, NUM_CHARS * FACTOR, MOST_GROWTH * short_s)
     if math.isinf(short_s) or math.isinf(long_s):
         raise _refusal()
     return int(NUM_CHARS * FACTOR * math.sqrt(MOST_S / long_s)) if long_s > MOST_GROWTH * short_s else None
 
 
-def _measure(split: pre_tokenizers.PreTokenizer, unit: str, end: str, num_chars: int) -> float:
-    """Returns the least processor time of three trials, infinite if the library gives up."""
+def _measure(split: pre_tokenizers.PreTokenizer, unit: str, end: str, num_chars: int, enough_s: float) -> float:
+    """Returns the least processor time of several trials, infinite if the library gives up.
+
+    Args:
+        enough_s: no further trial is made when one took no longer.
+    """
     text, taken_s = "a" + unit * (num_chars // len(unit)) + end, math.inf
-    for _ in range(3):  # a busy machine disturbs some of them
+    for _ in range(NUM_TRIALS):
         began_s = time.thread_time()
         try:
             split.pre_tokenize_str(text)
@@ -95,7 +99,7 @@ def _measure(split: pre_tokenizers.PreTokenizer, unit: str, end: str, num_chars:
                 raise
             return math.inf
         taken_s = min(taken_s, time.thread_time() - began_s)
-        if taken_s <= LEAST_S or taken_s > CLEAR_S:
+        if taken_s <= enough_s:
             break
     return taken_s
 

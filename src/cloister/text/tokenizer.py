@@ -19,7 +19,7 @@ from cloister.text.detokenizer import Detokenizer
 from cloister.text.expressions import bound_text, has_given_up
 from cloister.text.gguf import TokenizerStore
 from cloister.text.source import open_source
-from cloister.text.spelling import SPLITS, TRAILING_SPACE, SpecialTokens, Spelling, read_spelling
+from cloister.text.spelling import EMBEDDED, SPLITS, TRAILING_SPACE, SpecialTokens, Spelling, read_spelling
 from cloister.text.token_bound import TokenBound
 from cloister.types.errors import InvalidRequestError, ModelError
 
@@ -331,8 +331,8 @@ def _within_steps() -> Iterator[None]:
 
 
 def _known_expressions() -> frozenset[str]:
-    """Returns expressions whose time grows as a text (tests/text/test_growth.py)."""
-    return frozenset(expression for split in SPLITS.values() for expression in split.patterns) | {TRAILING_SPACE}
+    """Returns expressions whose time grows as a text (tests/text/test_growth.py, test_expressions.py)."""
+    return frozenset(expression for split in SPLITS.values() for expression in split.patterns) | {EMBEDDED, TRAILING_SPACE}
 
 
 def _build(

@@ -202,7 +202,7 @@ def test_key_files_are_closed_to_others_and_a_broken_one_is_named(service: Token
     path = tmp_path / "keys" / f"{key.epoch}.json"
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     path.write_text(path.read_text().replace("0x", "0x1", 1))
-    with pytest.raises(ConfigError, match="broken; restore it. Remove it only if its week has ended"):
+    with pytest.raises(ConfigError, match=r"broken; restore it\. Remove it only if its week has ended"):
         KeyShelf(tmp_path / "keys", budget=1).turn(START)
 
 
