@@ -127,14 +127,17 @@ class BeamSearches:
     def admit(self, choose: Callable[[Collection[RequestState]], RequestState]) -> None:
         """Queues searches that were held, while all that are queued or run have slots in their share.
 
-        One that waited in the policy's queue for others to end would hold up every request behind it.
+        One that waited in the policy's queue for others to end would hold up every request behind it. Searches that have ended
+        are forgotten, so it is called for each plan.
 
         Args:
             choose: returns the next one (`SchedulingPolicy.choose_search`).
         """
-        held = self._requests.held_searches
-        known = self._requests.request_states.keys() - held.keys()  # one that waited for its KV meanwhile is held again
-        self._admitted = [state for state in self._admitted if state.request.request_id in known]
+        held, states = self._requests.held_searches, self._requests.request_states
+        if self._admitted:  # one that waited for its KV meanwhile is held again
+            self._admitted = [
+                state for state in self._admitted if states.get(name := state.request.request_id) is state and name not in held
+            ]
         num_left = self._num_slots - sum(s.request.sampling.num_sequences for s in self._admitted)
         while held:
             state = choose(held.values())

@@ -383,8 +383,7 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
-        if self._requests.held_searches:
-            self._searches.admit(self._policy.choose_search)
+        self._searches.admit(self._policy.choose_search)
         budget = StepBudget(self.cost, self.config.budget)
         step = PlannedStep(StepPlan(plan_id=self._next_plan), budget, now, self._policy.level_slack)
         self._fill(step)
