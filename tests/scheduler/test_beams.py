@@ -228,7 +228,7 @@ def test_a_flood_of_searches_delays_no_other_request(policy, max_num_seqs):
             bench.step()
         assert [e.reason for e in bench.ended(f"other{i}")] == [FinishReason.LENGTH]
     assert not bench.ended("flood0")
-    assert bench.scheduler.num_waiting == 4
+    assert bench.scheduler.num_waiting == bench.scheduler.num_held == 4
 
 
 @pytest.mark.parametrize(

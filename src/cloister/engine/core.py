@@ -464,6 +464,7 @@ class EngineCore:
             num_samples=len(result.samples),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_held=self._scheduler.num_held,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_total,

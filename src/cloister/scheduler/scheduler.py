@@ -199,7 +199,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._requests.num_waiting + len(self._requests.held_searches)
+        return self._requests.num_waiting + self.num_held
+
+    @property
+    def num_held(self) -> int:
+        """Beam searches of `num_waiting` that wait for the share of all searches."""
+        return len(self._requests.held_searches)
 
     @property
     def next_deadline_s(self) -> float | None:
