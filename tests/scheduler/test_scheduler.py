@@ -234,6 +234,23 @@ def test_a_request_for_prompt_logprobs_reads_no_hits():
     assert bench.of(Scheduled)[-1].num_queried_tokens == 0, "a request that never looks must not spoil the rate of hits"
 
 
+@pytest.mark.parametrize("scores", [None, 0])
+def test_answers_that_are_queued_score_no_prompt_again(scores):
+    bench = Bench(num_blocks=1024, max_num_seqs=4, max_model_len=1000, max_tokens=1000)
+    for number in range(3):
+        bench.add(f"busy{number}", [9, number], max_tokens=40)
+    bench.step()
+    sampling = SamplingParams(n=4, max_tokens=4, logprobs=0, prompt_logprobs=scores)
+    bench.scheduler.add(Request(request_id="a", token_ids=[1] * 600, sampling=sampling), bench.now)
+    bench.run()
+    assert len(bench.ended("a")) == 4
+    assert [new.index for plan in bench.plans for new in plan.arrivals if new.sampling.prompt_logprobs is not None] == (
+        [] if scores is None else [0]
+    )
+    computed = sum(part.num_tokens for plan in bench.plans for part in plan.sequences if part.num_tokens > 1)
+    assert computed < 600 + 3 * 8
+
+
 def test_nothing_is_looked_up_where_there_is_no_prefix_cache():
     bench = Bench(keys=False)
     bench.add("a", 17)
