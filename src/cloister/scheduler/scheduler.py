@@ -417,6 +417,12 @@ class Scheduler:
         size = step.budget.size
         if self._draft_allocator is not None and step.choices:
             size = self._draft_allocator.release_rejected(step, result)
+        # The runner leaves out what was behind already, so such a step is shorter than its size says.
+        is_whole = not result.deferred or not any(
+            sequence.is_behind or sequence.status is not Status.RUNNING
+            for sequence, *_ in step.parts
+            if sequence.seq_id in result.deferred
+        )
         block_size = self.pool.block_size
         for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -453,7 +459,7 @@ class Scheduler:
             if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
                 table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
-        if step.parts:
+        if step.parts and is_whole:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._draft_allocator is not None:
