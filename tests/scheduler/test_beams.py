@@ -228,7 +228,7 @@ def test_a_flood_of_searches_delays_no_other_request(policy, max_num_seqs):
             bench.step()
         assert [e.reason for e in bench.ended(f"other{i}")] == [FinishReason.LENGTH]
     assert not bench.ended("flood0")
-    assert bench.scheduler.num_waiting == bench.scheduler.num_held == 4
+    assert bench.scheduler.num_waiting == len(bench.scheduler.held_searches) == 4
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_a_tenant_that_always_has_the_next_search_ready_starves_nobody():
     for name in ("b0", "b1"):
         bench.add(name, [1, 2], 4, max_tokens=30, tenant="other")
     for number in range(300):
-        if number % 3 == 2 and not any(name.startswith("a") for name in bench.scheduler._requests.held_searches):
+        if number % 3 == 2 and not any(name.startswith("a") for name in bench.scheduler.held_searches):
             bench.add(f"a{number}", [1, 2], 4, max_tokens=30, tenant="busy")  # some steps after its former one has started
         bench.step()
     ended = [e.request_id for e in bench.events if isinstance(e, Ended)]
