@@ -196,6 +196,24 @@ def test_without_a_queue_an_idle_engine_still_takes_what_it_can_run() -> None:
         front.submit()
 
 
+def test_searches_that_wait_for_their_share_do_not_close_the_door_while_slots_are_free() -> None:
+    front = Front(max_waiting=1, max_num_seqs=4)
+    running, _held = front.submit(), front.submit()
+    front.start(running)
+    step = Stepped(0.0, 0.1, 1, 1, num_running=2, num_waiting=1, num_used_blocks=3, num_cached_blocks=0, num_total_blocks=8,
+                   num_held=1)  # fmt: skip
+    front.client.receive(Outputs([], [step]))
+    assert (front.client.snapshot().num_queued, front.client.snapshot().num_slots) == (1, 4)
+    for _ in range(3):  # what waits for a search counts as waiting, beside three free slots
+        assert front.client.snapshot().is_accepting
+        front.submit()
+    with pytest.raises(QueueFullError):
+        front.submit()
+    front.client.receive(Outputs([], [msgspec.structs.replace(step, num_waiting=2)]))
+    assert front.client.snapshot().num_slots == 2
+    assert not front.client.snapshot().is_accepting
+
+
 def test_an_engine_without_requests_has_no_load_whatever_its_last_step_left() -> None:
     front = Front(max_waiting=0, max_num_seqs=2)
     running, waiting = front.submit(), front.submit()

@@ -14,7 +14,7 @@ from cloister.engine.core import MAX_FAILURES_IN_ROW
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError
 from cloister.types.events import Abort, Arrived, Event, FrontMessage, Outputs, Scheduled, Shutdown, Stepped, Submit
-from cloister.types.request import FinishReason
+from cloister.types.request import BeamSearch, FinishReason
 from cloister.types.step import StepPlan
 from tests.engine.replica import (
     MAX_MODEL_LEN,
@@ -79,6 +79,17 @@ def test_every_step_says_how_full_the_engine_is(model_path: Path) -> None:
     assert [s.num_tokens for s in steps[:3]] == [20, 1, 1]
     assert all(s.num_total_blocks == replica.scheduler.pool.num_total for s in steps)
     assert steps[-1].num_running == steps[-1].num_used_blocks == 0
+
+
+def test_a_step_tells_searches_that_wait_for_their_share_from_what_is_queued(model_path: Path) -> None:
+    replica = make_replica(model_path, max_num_seqs=4)
+    for _ in range(2):
+        request = make_request(max_tokens=3, ignore_eos=False, beams=BeamSearch(width=2))
+        replica.core.input_queue.put(Submit(request))
+    _, events = replica.drive()
+    steps = [event for event in events if isinstance(event, Stepped)]
+    assert (steps[0].num_waiting, steps[0].num_held, steps[0].num_queued) == (1, 1, 0)
+    assert (steps[-1].num_waiting, steps[-1].num_held) == (0, 0)
 
 
 def test_a_request_is_told_of_before_the_step_that_computes_it(model_path: Path) -> None:

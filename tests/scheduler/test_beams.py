@@ -1,10 +1,14 @@
 """Beam search over a scheduler: blocks are shared, each request ends once, and nothing is left."""
 
+import gc
+
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.beam_search import Beams
+from cloister.scheduler.policies import fair
+from cloister.scheduler.sequence import RequestState
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams, TokenLogprobs
 from cloister.types.step import Sample, StepResult
@@ -224,7 +228,7 @@ def test_a_flood_of_searches_delays_no_other_request(policy, max_num_seqs):
             bench.step()
         assert [e.reason for e in bench.ended(f"other{i}")] == [FinishReason.LENGTH]
     assert not bench.ended("flood0")
-    assert bench.scheduler.num_waiting == 4
+    assert bench.scheduler.num_waiting == len(bench.scheduler.held_searches) == 4
 
 
 @pytest.mark.parametrize(
@@ -242,6 +246,42 @@ def test_searches_have_turns_as_the_policy_gives_them(policy, order):
     ended = [e.request_id for e in bench.events if isinstance(e, Ended)]
     assert ended == ["a", *order]
     assert all(bench.found(name) == search([1, 2, 3], 4, 30)[:1] for name in ended)
+
+
+def test_a_tenant_that_always_has_the_next_search_ready_starves_nobody():
+    bench = Bench(num_blocks=2048, max_num_seqs=8, policy="fair")
+    for name in ("b0", "b1"):
+        bench.add(name, [1, 2], 4, max_tokens=30, tenant="other")
+    for number in range(300):
+        if number % 3 == 2 and not any(name.startswith("a") for name in bench.scheduler.held_searches):
+            bench.add(f"a{number}", [1, 2], 4, max_tokens=30, tenant="busy")  # some steps after its former one has started
+        bench.step()
+    ended = [e.request_id for e in bench.events if isinstance(e, Ended)]
+    assert [name[0] for name in ended[:4]] == ["b", "a", "b", "a"]
+
+
+def test_turns_of_many_tenants_are_forgotten_oldest_first(monkeypatch):
+    monkeypatch.setattr(fair, "_NUM_TURNS", 3)
+    bench = Bench(num_blocks=2048, max_num_seqs=8, policy="fair")
+    for number in range(6):
+        bench.add(f"{number}", [1, 2], 1, max_tokens=1, tenant=str(number))
+        bench.run()
+    assert list(bench.scheduler._policy._turns) == ["3", "4", "5"]
+
+
+def test_a_search_that_ended_leaves_no_trace_and_its_id_holds_no_slots():
+    bench = Bench(max_num_seqs=8)
+    bench.add("left", [1, 2, 3], 4, max_tokens=5)
+    bench.run()
+    gc.collect()
+    assert not [it for it in gc.get_objects() if isinstance(it, RequestState) and it.request.request_id == "left"]
+    bench.add("left", [1, 2, 3], 4, max_tokens=5)
+    while not bench.ended("left")[1:]:
+        bench.step()
+    bench.ask("left", [5, 6], max_tokens=100)
+    bench.add("b", [1, 2, 3], 4, max_tokens=5)
+    bench.step()
+    assert bench.scheduler.num_running == 1 + 4
 
 
 def test_a_held_search_that_ends_leaves_its_place_and_its_turn():

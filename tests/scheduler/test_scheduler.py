@@ -8,7 +8,7 @@ from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.events import Ended, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
-from cloister.types.step import Stop
+from cloister.types.step import StepResult, Stop
 from tests.checked_runner import CheckedRunner
 from tests.thinning import cover
 
@@ -232,6 +232,39 @@ def test_a_request_for_prompt_logprobs_reads_no_hits():
     bench.run()
     assert bench.of(Scheduled)[-1].num_cached_tokens == 0
     assert bench.of(Scheduled)[-1].num_queried_tokens == 0, "a request that never looks must not spoil the rate of hits"
+
+
+@pytest.mark.parametrize("scores", [None, 0])
+def test_answers_that_are_queued_score_no_prompt_again(scores):
+    bench = Bench(num_blocks=1024, max_num_seqs=4, max_model_len=1000, max_tokens=1000)
+    for number in range(3):
+        bench.add(f"busy{number}", [9, number], max_tokens=40)
+    bench.step()
+    sampling = SamplingParams(n=4, max_tokens=4, logprobs=0, prompt_logprobs=scores)
+    bench.scheduler.add(Request(request_id="a", token_ids=[1] * 600, sampling=sampling), bench.now)
+    bench.run()
+    assert len(bench.ended("a")) == 4
+    assert [new.index for plan in bench.plans for new in plan.arrivals if new.sampling.prompt_logprobs is not None] == (
+        [] if scores is None else [0]
+    )
+    computed = sum(part.num_tokens for plan in bench.plans for part in plan.sequences if part.num_tokens > 1)
+    assert computed < 600 + 3 * 8
+
+
+def test_the_time_of_a_step_that_left_rows_out_teaches_nothing():
+    bench = Bench()
+    bench.add("a", 8, max_tokens=9)
+    bench.step()
+    scheduler, (seq_id,) = bench.scheduler, bench.scheduler._requests.running
+    plans = [scheduler.plan(0.02), scheduler.plan(0.02)]
+    assert [[part.start for part in plan.sequences] for plan in plans] == [[8], [9]]
+    learned = []
+    for plan in [*plans, None]:
+        plan = plan or scheduler.plan(0.03)
+        assert plan.sequences[0].seq_id == seq_id
+        scheduler.commit(StepResult(plan_id=plan.plan_id, deferred={seq_id}, elapsed_s=0.01), {}, 0.03)
+        learned.append(scheduler.cost.num_learned)
+    assert learned == [2, 2, 3]  # the second one was made before it was known that the first one's token is late
 
 
 def test_nothing_is_looked_up_where_there_is_no_prefix_cache():

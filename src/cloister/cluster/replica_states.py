@@ -282,6 +282,7 @@ class ReplicaStates:
             event,
             num_running=sum(step.num_running for step in steps),
             num_waiting=sum(step.num_waiting for step in steps),
+            num_held=sum(step.num_held for step in steps),
             num_used_blocks=sum(step.num_used_blocks for step in steps),
             num_cached_blocks=sum(step.num_cached_blocks for step in steps),
             num_total_blocks=sum(step.num_total_blocks for step in steps),

@@ -243,7 +243,7 @@ class EngineClient(RequestClient):
             num_waiting=self._requests.num_waiting,
             num_queued=0 if step is None else step.num_waiting,
             num_pending_tokens=self._requests.num_pending_tokens,
-            num_slots=self._config.max_num_seqs if step is None or not step.num_waiting else max(1, step.num_running),
+            num_slots=self._config.max_num_seqs if step is None or not step.num_queued else max(1, step.num_running),
             num_used_blocks=0 if step is None else step.num_used_blocks,
             num_total_blocks=0 if step is None else step.num_total_blocks,
             num_routed=self._num_routed,

@@ -450,7 +450,7 @@ class EngineCore:
         self._scheduler.fail(STEP_FAILED, self._clock.now())
 
     def _stepped(self, plan: StepPlan, result: StepResult, now: float) -> Stepped:
-        pool = self._scheduler.pool
+        pool, held = self._scheduler.pool, self._scheduler.held_searches
         drafting = describe_drafting(plan, result) if result.draft_s else ()
         num_tokens, num_attended = plan.num_tokens, plan.num_attended
         gained_s = spent_s = 0.0
@@ -464,6 +464,7 @@ class EngineCore:
             num_samples=len(result.samples),
             num_running=self._scheduler.num_running,
             num_waiting=self._scheduler.num_waiting,
+            num_held=len(held) if held else 0,
             num_used_blocks=pool.num_used,
             num_cached_blocks=pool.num_cached,
             num_total_blocks=pool.num_total,

@@ -303,7 +303,7 @@ class InFlightRequests:
         step = self._last_step
         if step is None or self.is_waited_for:
             return step
-        return msgspec.structs.replace(step, num_running=0, num_waiting=0, num_used_blocks=0)
+        return msgspec.structs.replace(step, num_running=0, num_waiting=0, num_held=0, num_used_blocks=0)
 
     @property
     def num_waiting(self) -> int:
@@ -328,11 +328,11 @@ class InFlightRequests:
 
     def has_room(self) -> bool:
         """True if another request may be queued."""
-        # Requests without a reply yet do not count as waiting while the engine has free slots. If requests still waited after
-        # the last step, there are none (or no memory for them).
+        # Requests without a reply yet do not count as waiting while the engine has free slots. If requests were still queued
+        # after the last step, there are none (or no memory for them).
         num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
         step = self.last_step
-        num_slots = 0 if step is not None and step.num_waiting else max(0, self._max_num_seqs - num_running)
+        num_slots = 0 if step is not None and step.num_queued else max(0, self._max_num_seqs - num_running)
         return self.num_waiting < self._max_waiting + num_slots
 
     def subscribe(self, listener: EventListener) -> None:

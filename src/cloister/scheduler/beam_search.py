@@ -117,32 +117,38 @@ class BeamSearches:
         requests: table of requests, which holds the beams as sequences and receives their answers.
         num_slots: slots that all searches together may hold. Beams are never preempted, so others need slots that beams cannot
             take.
+
+    Attributes:
+        admitted: searches that are queued or run, and those that ended since the last `admit`.
     """
 
     def __init__(self, requests: RequestTable, num_slots: int) -> None:
         self._requests = requests
         self._num_slots = num_slots
-        self._admitted: list[RequestState] = []
+        self.admitted: list[RequestState] = []
 
     def admit(self, choose: Callable[[Collection[RequestState]], RequestState]) -> None:
         """Queues searches that were held, while all that are queued or run have slots in their share.
 
-        One that waited in the policy's queue for others to end would hold up every request behind it.
+        One that waited in the policy's queue for others to end would hold up every request behind it. Searches that have ended
+        are forgotten, so it is called for each plan while any are held or `admitted`.
 
         Args:
             choose: returns the next one (`SchedulingPolicy.choose_search`).
         """
-        held = self._requests.held_searches
-        known = self._requests.request_states.keys() - held.keys()  # one that waited for its KV meanwhile is held again
-        self._admitted = [state for state in self._admitted if state.request.request_id in known]
-        num_left = self._num_slots - sum(s.request.sampling.num_sequences for s in self._admitted)
+        held, states = self._requests.held_searches, self._requests.request_states
+        if self.admitted:  # one that waited for its KV meanwhile is held again
+            self.admitted = [
+                state for state in self.admitted if states.get(name := state.request.request_id) is state and name not in held
+            ]
+        num_left = self._num_slots - sum(s.request.sampling.num_sequences for s in self.admitted)
         while held:
             state = choose(held.values())
             num_left -= state.request.sampling.num_sequences
             if num_left < 0:
                 return
             del held[state.request.request_id]
-            self._admitted.append(state)
+            self.admitted.append(state)
             self._requests.queue(state)
 
     def count_promised(self) -> list[int]:

@@ -302,7 +302,11 @@ class RequestTable:
     def match_keys(self, sequence: SequenceRecord) -> list[bytes]:
         """Returns the keys whose blocks a waiting sequence may read: those before the last token, which must be computed for
         its logits."""
-        if self.prefix_cache is None or self._keys is None or _wants_every_position(sequence.request_state.request):
+        if (
+            self.prefix_cache is None
+            or self._keys is None
+            or (sequence.index == 0 and _wants_every_position(sequence.request_state.request))
+        ):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self.pool.block_size
         self._extend_keys(sequence, num_blocks)
@@ -486,7 +490,7 @@ def kept_root(scope: Scope, root: bytes) -> bytes:
 
 
 def _wants_every_position(request: Request) -> bool:
-    """Whether its reply needs the outputs of every prompt position, so that prefix hits cannot be used."""
+    """Whether its reply needs the outputs of every prompt position, so that its first sequence cannot use prefix hits."""
     return request.sampling.prompt_logprobs is not None or request.pooling is not None
 
 

@@ -98,6 +98,7 @@ class Scheduler:
         requests: states of the requests that have not ended, by id. Only the scheduler changes them, except for
             `grammar_deadline_s`, which the engine may set.
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
+        held_searches: beam searches of `num_waiting` that wait for the share of all searches, by id.
         leases: cached blocks that stay for other engines; None without a prefix cache.
         kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
         prefix_leases: prefixes that the front has leased here, copies among them.
@@ -159,6 +160,7 @@ class Scheduler:
         self._time = StepTime() if self.prefix_cache is None else self.prefix_cache.kept.time
         self.requests: Mapping[str, RequestState] = self._requests.request_states
         self.waiting_for_grammar: Mapping[str, RequestState] = self._requests.waiting_for_grammar
+        self.held_searches: Mapping[str, RequestState] = self._requests.held_searches
         self.answers = self._requests.answers
         self.leases = self._requests.leases
         self.kv_loads = KVLoads(self._requests)
@@ -199,7 +201,7 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return self._requests.num_waiting + len(self._requests.held_searches)
+        return self._requests.num_waiting + len(self.held_searches)
 
     @property
     def next_deadline_s(self) -> float | None:
@@ -383,7 +385,7 @@ class Scheduler:
         self._requests.expire(now)
         if self.kv_loads.loading:
             self.kv_loads.expire(now)
-        if self._requests.held_searches:
+        if self.held_searches or self._searches.admitted:
             self._searches.admit(self._policy.choose_search)
         budget = StepBudget(self.cost, self.config.budget)
         step = PlannedStep(StepPlan(plan_id=self._next_plan), budget, now, self._policy.level_slack)
@@ -413,6 +415,12 @@ class Scheduler:
         size = step.budget.size
         if self._draft_allocator is not None and step.choices:
             size = self._draft_allocator.release_rejected(step, result)
+        # The runner leaves out what was behind already, so such a step is shorter than its size says.
+        is_whole = not result.deferred or not any(
+            sequence.is_behind or sequence.status is not Status.RUNNING
+            for sequence, *_ in step.parts
+            if sequence.seq_id in result.deferred
+        )
         block_size = self.pool.block_size
         for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
@@ -449,7 +457,7 @@ class Scheduler:
             if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
                 table_of(sequence).pass_positions(sequence.num_committed)
             self._requests.release_blocks(sequence)
-        if step.parts:
+        if step.parts and is_whole:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
             self.cost.learn(size, elapsed_s)
             if self._draft_allocator is not None:

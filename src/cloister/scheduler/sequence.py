@@ -211,7 +211,8 @@ class SequenceRecord:
         request, num_most = self.request_state.request, self.num_wanted
         if request.documents is not None and (end := request.documents.find_piece_end(self.num_planned)) is not None:
             num_most = min(num_most, end - self.num_planned)
-        return num_most if request.sampling.prompt_logprobs is None else min(num_most, MAX_SCORED_ROWS)
+        is_scored = request.sampling.prompt_logprobs is not None and self.index == 0
+        return min(num_most, MAX_SCORED_ROWS) if is_scored else num_most
 
     @property
     def cost_start(self) -> int:
@@ -234,6 +235,8 @@ def introduce(sequence: SequenceRecord) -> NewSequence:
     sampling = state.request.sampling
     if state.beams is not None:
         sampling = msgspec.structs.replace(sampling, n=1, temperature=0.0, logprobs=state.beams.num_candidates)
+    elif sequence.index and sampling.prompt_logprobs is not None:  # the first sequence scores the prompt for all
+        sampling = msgspec.structs.replace(sampling, prompt_logprobs=None)
     return NewSequence(
         seq_id=sequence.seq_id,
         token_ids=list(sequence.token_ids),

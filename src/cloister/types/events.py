@@ -152,6 +152,13 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """Time that drafting and verification added to the step; negative if it was faster than predicted."""
     stored: tuple[KVStored, ...] = ()
     """What each tier has written and holds, if either has changed."""
+    num_held: int = 0
+    """Beam searches of `num_waiting` that wait for the share of all searches: slots may be free beside them."""
+
+    @property
+    def num_queued(self) -> int:
+        """Sequences that wait because no slot, or no memory, is free."""
+        return self.num_waiting - self.num_held
 
 
 class KVLoaded(msgspec.Struct, frozen=True, tag=True):

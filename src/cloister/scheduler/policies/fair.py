@@ -19,6 +19,8 @@ from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 
 DECODE_WEIGHT = 2.0
 """Work of a decoded token in prefill tokens (VTC, section 4.1)."""
+_NUM_TURNS = 1024
+"""Tenants whose last turns of searches are remembered."""
 
 
 class _Tenant:
@@ -95,8 +97,7 @@ class Fair(SchedulingPolicy):
     def push(self, sequence: SequenceRecord) -> None:
         tenant = self._tenant(sequence)
         if sequence.request_state.beams is not None:
-            self._num_turns += 1
-            self._turns[sequence.request_state.request.tenant] = self._num_turns
+            self._note_turn(sequence.request_state.request.tenant)
         self._ahead = None
         was_preempted = sequence.num_output > 0 or sequence.request_state.scheduled_s is not None
         tenant.enqueue(sequence, first=was_preempted)
@@ -115,9 +116,17 @@ class Fair(SchedulingPolicy):
 
     def choose_search(self, held: Collection[RequestState]) -> RequestState:
         """Tenants have turns: a search may be as long as it likes, so what a tenant lags by says little about the next one."""
-        names = {state.request.tenant for state in held}
-        self._turns = {name: turn for name, turn in self._turns.items() if name in names}
         return min(held, key=lambda state: (self._turns.get(state.request.tenant, 0), state.order))
+
+    def _note_turn(self, tenant: str) -> None:
+        """Notes that a search of a tenant is queued. A tenant keeps its turn while none of its searches waits: otherwise it
+        would be first again whenever it comes back. The oldest turn is forgotten first, and its tenant is among the first
+        anyway."""
+        self._num_turns += 1
+        self._turns.pop(tenant, None)
+        self._turns[tenant] = self._num_turns
+        if len(self._turns) > _NUM_TURNS:
+            del self._turns[next(iter(self._turns))]
 
     def level(self, sequence: SequenceRecord) -> int:
         return 0 if self._lags(self._tenant_of(sequence)) else 1
