@@ -367,8 +367,9 @@ def test_an_llm_has_a_tier_and_says_what_is_wrong_with_its_setting(tmp_path: Pat
     with LLM(kv_tier="host:8M", **settings) as llm:
         assert dict(llm.memory)["KV tier"] == 8 * 2**20
         assert llm.generate("a prompt")
-    with pytest.raises(ConfigError, match="No such file or directory"):
-        LLM(kv_tier=f"disk:{tmp_path / 'missing'}", **settings)
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="Not a directory"):
+        LLM(kv_tier=f"disk:{tmp_path / 'file' / 'missing'}", **settings)
     with pytest.raises(ConfigError, match="prefix_cache on"):
         LLM(kv_tier="host:8M", prefix_cache=False, **settings)
     with pytest.raises(ConfigError, match="such as host:4G"):

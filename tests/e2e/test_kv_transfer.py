@@ -211,7 +211,7 @@ def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_bl
         try:
             answers: dict[str, list[int]] = {}
             for name in ("stays", "moves"):
-                sampling = SamplingParams(max_tokens=800, temperature=0.0, ignore_eos=True)
+                sampling = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
                 request = Request(request_id=name, token_ids=PROMPT[:100], sampling=sampling)
                 answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
                 await wait_until(lambda name=name: len(answers[name]) > 10)
