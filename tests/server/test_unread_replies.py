@@ -287,6 +287,30 @@ def test_a_whole_body_that_is_read_too_slowly_is_cut_once_it_is_over_its_share(m
         wait_for(lambda: not server.uvicorn.config.http_protocol_class.table._networks)
 
 
+def read_reply(connection: socket.socket, pause_s: float) -> int:
+    """Returns the bytes of the body of a reply. Reads it in small steps with pauses for so long, and then at once."""
+    content, num_bytes, until_s = b"", 0, time.monotonic() + pause_s
+    while b"\r\n\r\n" not in content:
+        content += connection.recv(1)
+    while num_bytes < LENGTH:
+        is_pausing = time.monotonic() < until_s
+        piece = connection.recv(min(16 * 1024 if is_pausing else 2**20, LENGTH - num_bytes))
+        assert piece
+        num_bytes += len(piece)
+        if is_pausing:
+            time.sleep(0.1)
+    return num_bytes
+
+
+def test_a_client_that_reads_a_second_reply_on_its_connection_gets_it_whole(monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 20.0)  # it looks every second
+    app = LongReplies(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, begin(server) as connection:
+        assert read_reply(connection, 0.0) == LENGTH
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")  # while the server is still to look at the first one
+        assert read_reply(connection, 3.0) == LENGTH
+
+
 # Which reply is ended.
 
 

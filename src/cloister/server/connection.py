@@ -341,6 +341,8 @@ class Connection(H11Protocol):
                 return
             self._num_sent_bytes = 0
             reply = self._reply = self.unread.open(client_network(scope), lambda: self._end_reply(reply))
+            # here too, because the timer of the reply before may go on for this one
+            reply.begin_waiting(self._count_read(), self.loop.time())
             attach_reply(scope, reply)
             try:
                 await app(scope, receive, _PiecewiseSend(self, send, reply))
