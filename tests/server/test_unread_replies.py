@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -26,6 +27,7 @@ from cloister.server.serve import ServerApp
 from cloister.server.unread_replies import MIB, UnreadReplies, UnreadReply
 from cloister.types.config import ServerConfig
 from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs
+from tests.engine.replica import make_request
 from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, make_gate, output, running, says, serving_script
 from tests.server.test_tls import config_for, trusting, write_pair
 
@@ -258,6 +260,41 @@ def test_a_stream_whose_client_pauses_is_whole(model_path, monkeypatch):
         assert b"[DONE]" in content
         assert b"error" not in content
         wait_for(lambda: not unread.num_bytes)
+
+
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_outputs_count_for_a_reader_that_may_wait_for_its_client_and_for_no_other(in_batches):
+    held = []
+
+    async def main() -> None:
+        observer = SimpleNamespace(hold=held.append, refuse=lambda: None)
+        outputs = PushingEngine(200).generate(make_request(), observer, in_batches=in_batches)
+        assert len([output async for output in outputs]) == 201
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert bool(held) is not in_batches
+
+
+class Unstarted(LongReplies):
+    """Has outputs over its share before its reply starts, and goes on until it hears that its client has left."""
+
+    async def __call__(self, scope, receive, send) -> None:
+        unread_replies.reply_of(scope).queue(3 * MIB)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_ended += 1
+
+
+def test_a_reply_that_is_ended_before_it_starts_is_reset_and_its_request_hears_of_it():
+    app = Unstarted(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, socket.socket() as connection:
+        host, port = server.url.partition("://")[2].split(":")
+        connection.settimeout(20)
+        connection.connect((host, int(port)))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+        wait_for(lambda: app.num_ended == 1)
 
 
 def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_whole(monkeypatch, caplog):
