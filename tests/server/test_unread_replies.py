@@ -183,6 +183,7 @@ class PushingEngine(ScriptedEngine):
     def __init__(self, num_outputs: int) -> None:
         super().__init__(says(""))
         self.num_outputs = num_outputs
+        self.running = {}
 
     def generate(self, request, observer=None, *, in_batches=False):
         return RequestClient.generate(self, request, observer, in_batches=in_batches)
@@ -198,14 +199,15 @@ class PushingEngine(ScriptedEngine):
             sink(output(request, end=FinishReason.STOP))
 
         self.taken.append(request)
-        self.observer = observer
         self.pushing = asyncio.create_task(push())
+        self.running[request.request_id] = self.pushing, observer
 
     def abort(self, request_id):
-        if not self.pushing.done():
+        pushing, observer = self.running.pop(request_id)
+        if not pushing.done():
             self.left.append(request_id)
-            self.pushing.cancel()
-            self.observer.refuse()  # as an engine says that it has left
+            pushing.cancel()
+            observer.refuse()  # as an engine says that it has left
 
 
 STREAMED = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "logprobs": 5}).encode()
@@ -273,6 +275,14 @@ def test_outputs_count_for_a_reader_that_may_wait_for_its_client_and_for_no_othe
 
     asyncio.run(asyncio.wait_for(main(), 300))
     assert bool(held) is not in_batches
+
+
+def test_an_answer_to_many_prompts_at_once_is_whole(model_path):
+    engine = PushingEngine(45)  # 4 KB each for 64 prompts: more than the share of one, before their readers have a turn
+    with serving_script(model_path, engine, config=ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server:
+        body = {"model": MODEL, "prompt": ["x"] * 64, "logprobs": 5, "max_tokens": 45}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert [len(choice["logprobs"]["tokens"]) for choice in reply.json()["choices"]] == [45] * 64
 
 
 class Unstarted(LongReplies):
