@@ -233,7 +233,9 @@ class ScriptedCompiler:
         if grammar.source == "crash":
             raise ZeroDivisionError("with the client's words")
         matcher = self._compiler.compile(REGEX)
-        return {"break": Breaking, "burst": Bursting, "slow": Slow}.get(grammar.source, lambda found: found)(matcher)
+        return {"break": Breaking, "burst": Bursting, "panic": Panicking, "slow": Slow}.get(
+            grammar.source, lambda found: found
+        )(matcher)
 
 
 class Breaking:
@@ -264,9 +266,28 @@ class Bursting(Breaking):
         return True
 
 
+class Panic(BaseException):
+    """What a library in Rust raises that has failed."""
+
+
+class Panicking(Breaking):
+    """Fails in the middle of an answer, as a library in Rust does."""
+
+    def fill(self, mask):
+        if not super().fill(mask):
+            raise Panic("with the client's words")
+        return True
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
-    [("refuse", "no"), ("crash", "ZeroDivisionError"), ("break", "too much work"), ("burst", "too much work")],
+    [
+        ("refuse", "no"),
+        ("crash", "ZeroDivisionError"),
+        ("break", "too much work"),
+        ("burst", "too much work"),
+        ("panic", "too much work"),
+    ],
 )
 def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words):
     grammars = Grammars(ScriptedCompiler(compiler))
@@ -278,6 +299,23 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
     assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
+
+
+@pytest.mark.parametrize("kind", [Panic, SystemExit])
+def test_nobody_waits_for_a_helper_that_has_ended(compiler, kind, monkeypatch):
+    state = Grammars(compiler).open(REGEX, make("a").sampling, [])
+    monkeypatch.setattr(state, "look_ahead", raiser(kind))
+    state.expect()
+    with pytest.raises(kind):
+        state.look_ahead_if_unclaimed()
+    assert state.is_ready
+
+
+def raiser(kind):
+    def fail():
+        raise kind
+
+    return fail
 
 
 class Watch:

@@ -12,6 +12,7 @@ import time
 import tracemalloc
 from collections.abc import Iterator
 from contextlib import asynccontextmanager
+from types import SimpleNamespace
 
 import httpx
 import msgspec
@@ -26,6 +27,7 @@ from cloister.server.serve import ServerApp
 from cloister.server.unread_replies import MIB, UnreadReplies, UnreadReply
 from cloister.types.config import ServerConfig
 from cloister.types.request import FinishReason, SequenceOutput, TokenLogprobs
+from tests.engine.replica import make_request
 from tests.server.running_server import MODEL, RunningServer, ScriptedEngine, make_gate, output, running, says, serving_script
 from tests.server.test_tls import config_for, trusting, write_pair
 
@@ -181,6 +183,7 @@ class PushingEngine(ScriptedEngine):
     def __init__(self, num_outputs: int) -> None:
         super().__init__(says(""))
         self.num_outputs = num_outputs
+        self.running = {}
 
     def generate(self, request, observer=None, *, in_batches=False):
         return RequestClient.generate(self, request, observer, in_batches=in_batches)
@@ -196,14 +199,15 @@ class PushingEngine(ScriptedEngine):
             sink(output(request, end=FinishReason.STOP))
 
         self.taken.append(request)
-        self.observer = observer
         self.pushing = asyncio.create_task(push())
+        self.running[request.request_id] = self.pushing, observer
 
     def abort(self, request_id):
-        if not self.pushing.done():
+        pushing, observer = self.running.pop(request_id)
+        if not pushing.done():
             self.left.append(request_id)
-            self.pushing.cancel()
-            self.observer.refuse()  # as an engine says that it has left
+            pushing.cancel()
+            observer.refuse()  # as an engine says that it has left
 
 
 STREAMED = json.dumps({"model": MODEL, "prompt": "x", "stream": True, "logprobs": 5}).encode()
@@ -260,6 +264,49 @@ def test_a_stream_whose_client_pauses_is_whole(model_path, monkeypatch):
         wait_for(lambda: not unread.num_bytes)
 
 
+@pytest.mark.parametrize("in_batches", [False, True])
+def test_outputs_count_for_a_reader_that_may_wait_for_its_client_and_for_no_other(in_batches):
+    held = []
+
+    async def main() -> None:
+        observer = SimpleNamespace(hold=held.append, refuse=lambda: None)
+        outputs = PushingEngine(200).generate(make_request(), observer, in_batches=in_batches)
+        assert len([output async for output in outputs]) == 201
+
+    asyncio.run(asyncio.wait_for(main(), 300))
+    assert bool(held) is not in_batches
+
+
+def test_an_answer_to_many_prompts_at_once_is_whole(model_path):
+    engine = PushingEngine(45)  # 4 KB each for 64 prompts: more than the share of one, before their readers have a turn
+    with serving_script(model_path, engine, config=ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server:
+        body = {"model": MODEL, "prompt": ["x"] * 64, "logprobs": 5, "max_tokens": 45}
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        assert [len(choice["logprobs"]["tokens"]) for choice in reply.json()["choices"]] == [45] * 64
+
+
+class Unstarted(LongReplies):
+    """Has outputs over its share before its reply starts, and goes on until it hears that its client has left."""
+
+    async def __call__(self, scope, receive, send) -> None:
+        unread_replies.reply_of(scope).queue(3 * MIB)
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self.num_ended += 1
+
+
+def test_a_reply_that_is_ended_before_it_starts_is_reset_and_its_request_hears_of_it():
+    app = Unstarted(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, socket.socket() as connection:
+        host, port = server.url.partition("://")[2].split(":")
+        connection.settimeout(20)
+        connection.connect((host, int(port)))
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        with pytest.raises(ConnectionResetError):
+            connection.recv(1)
+        wait_for(lambda: app.num_ended == 1)
+
+
 def test_replies_that_nobody_reads_take_no_more_than_the_limit_and_others_are_whole(monkeypatch, caplog):
     monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
     app = LongReplies(1)
@@ -285,6 +332,30 @@ def test_a_whole_body_that_is_read_too_slowly_is_cut_once_it_is_over_its_share(m
                 time.sleep(0.1)
         assert num_bytes < LENGTH / 2
         wait_for(lambda: not server.uvicorn.config.http_protocol_class.table._networks)
+
+
+def read_reply(connection: socket.socket, pause_s: float) -> int:
+    """Returns the bytes of the body of a reply. Reads it in small steps with pauses for so long, and then at once."""
+    content, num_bytes, until_s = b"", 0, time.monotonic() + pause_s
+    while b"\r\n\r\n" not in content:
+        content += connection.recv(1)
+    while num_bytes < LENGTH:
+        is_pausing = time.monotonic() < until_s
+        piece = connection.recv(min(16 * 1024 if is_pausing else 2**20, LENGTH - num_bytes))
+        assert piece
+        num_bytes += len(piece)
+        if is_pausing:
+            time.sleep(0.1)
+    return num_bytes
+
+
+def test_a_client_that_reads_a_second_reply_on_its_connection_gets_it_whole(monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 20.0)  # it looks every second
+    app = LongReplies(1)
+    with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, begin(server) as connection:
+        assert read_reply(connection, 0.0) == LENGTH
+        connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")  # while the server is still to look at the first one
+        assert read_reply(connection, 3.0) == LENGTH
 
 
 # Which reply is ended.

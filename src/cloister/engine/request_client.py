@@ -144,7 +144,8 @@ class RequestClient(ABC):
             InvalidRequestError: its id is in use, or its `n` is zero or too large.
             EngineError: the engine is not running (restarting or draining).
         """
-        hold = None if observer is None else observer.hold
+        # a reader in batches waits for no client, and leaves outputs here only until there are enough of them
+        hold = None if observer is None or in_batches else observer.hold
         mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), BATCH if in_batches else 1, hold)
         self.submit(request, mailbox.put, observer)
         num_open = request.sampling.n

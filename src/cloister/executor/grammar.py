@@ -158,7 +158,10 @@ class GrammarState:
         unread, self._unread = self._unread, []
         try:
             is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
-        except Exception:
+        except (KeyboardInterrupt, SystemExit):
+            self._fail()
+            raise
+        except BaseException:  # a panic of a library in Rust is no Exception
             is_known = False
         if not is_known:
             self._fail()
@@ -174,8 +177,10 @@ class GrammarState:
     def look_ahead_if_unclaimed(self) -> None:
         """Computes the mask, unless another thread does or has."""
         if self._take():
-            self.look_ahead()
-            self._done.set()
+            try:
+                self.look_ahead()
+            finally:  # else the engine's thread would wait for a helper that has ended
+                self._done.set()
 
     @property
     def is_ready(self) -> bool:

@@ -341,6 +341,8 @@ class Connection(H11Protocol):
                 return
             self._num_sent_bytes = 0
             reply = self._reply = self.unread.open(client_network(scope), lambda: self._end_reply(reply))
+            # here too, because the timer of the reply before may go on for this one
+            reply.begin_waiting(self._count_read(), self.loop.time())
             attach_reply(scope, reply)
             try:
                 await app(scope, receive, _PiecewiseSend(self, send, reply))
@@ -353,8 +355,9 @@ class Connection(H11Protocol):
 
     def _end_reply(self, reply: UnreadReply) -> None:
         """Ends a reply of which too much is held. A stream ends with an error behind what the client has not read, for which it
-        has the time of every reply; a body cannot say that it was cut, and its connection is reset."""
-        if reply.num_queued:
+        has the time of every reply; a body cannot say that it was cut, nor can a reply that has not started, whose sends would
+        not wait: their connection is reset, which aborts their request."""
+        if reply.num_queued and self.cycle.response_started:
             self.cycle.keep_alive = False  # its writes wait no longer, which those of another reply have to
             self.flow.resume_writing()
         else:
