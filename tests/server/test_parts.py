@@ -151,9 +151,9 @@ def test_a_list_that_is_too_long_is_refused_before_its_entries_are_looked_at(cli
         reply = client.post(path, json={field: [1] * 5000 + [2**31 - 1]})
         assert reply.json()["error"]["code"] == "context_length_exceeded", reply.text
     error = check_error(client.post(CHAT, json={"messages": HELLO, "guided_choice": ["x"] * 1000 + [1]}), 400)
-    assert "at most 1000" in error["message"]
+    assert "list of 1000 or fewer" in error["message"]
     error = check_error(client.post("/completion", json={"prompt": "x", "logit_bias": [[1, 1]] * 1024 + [1]}), 400)
-    assert "at most 1024" in error["message"]
+    assert "list of 1024 or fewer" in error["message"]
 
 
 def make_properties(number: int) -> dict[str, Any]:

@@ -78,7 +78,7 @@ def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number)
         assert asking.reply.json()["usage"]["completion_tokens"] == 100
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
-        assert running.stdout.read() == "stopping: 1 request, up to 5 s; Ctrl-C again ends it now\n"
+        assert running.stdout.read() == "stopping: 1 request, up to 120 s; Ctrl-C again ends it now\n"
 
 
 def test_a_second_ctrl_c_ends_a_server_at_once_with_130(model_path):
