@@ -42,10 +42,10 @@ class EngineLimits:
     weighs_documents: bool = True
     places_documents: bool = True
 
-    @property
-    def num_beam_slots(self) -> int:
-        """Sequences that all beam searches together may hold; other requests always find the rest."""
-        return self.max_num_seqs // 2
+
+def count_beam_slots(max_num_seqs: int) -> int:
+    """Returns how many sequences all beam searches together may hold; other requests always find the rest."""
+    return max_num_seqs // 2
 
 
 def find_refusal(request: Request, limits: EngineLimits) -> str | None:
@@ -171,10 +171,11 @@ def _find_misfit(request: Request, limits: EngineLimits) -> str | None:
     if request.sampling.n > limits.max_num_seqs:
         return f"n is {request.sampling.n} and at most {limits.max_num_seqs} sequences run at once; lower n"
     width = 1 if request.sampling.beams is None else request.sampling.beams.width
-    if request.sampling.beams is not None and width > limits.num_beam_slots:
-        remedy = "take fewer" if limits.num_beam_slots else "leave out use_beam_search"
+    num_beam_slots = count_beam_slots(limits.max_num_seqs)
+    if request.sampling.beams is not None and width > num_beam_slots:
+        remedy = "take fewer" if num_beam_slots else "leave out use_beam_search"
         return (
-            f"the search has {width} beams, and beam searches may hold {limits.num_beam_slots} of the {limits.max_num_seqs} "
+            f"the search has {width} beams, and beam searches may hold {num_beam_slots} of the {limits.max_num_seqs} "
             f"sequences that run at once, half of them; {remedy}, or have the operator raise --max-num-seqs"
         )
     num_most = limits.max_model_len if num_output is None else min(limits.max_model_len, num_prompt + num_output)

@@ -23,7 +23,7 @@ from cloister.kv import (
     StepTime,
 )
 from cloister.kv.tiers import KVTiers
-from cloister.scheduler.admission import EngineLimits, count_positions, find_refusal
+from cloister.scheduler.admission import EngineLimits, count_beam_slots, count_positions, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
@@ -154,7 +154,7 @@ class Scheduler:
             )
         )
         self._has_windows = any(group.window is not None for group in pool.groups)
-        self._searches = BeamSearches(self._requests, self._max_num_seqs // 2)
+        self._searches = BeamSearches(self._requests, count_beam_slots(self._max_num_seqs))
         self._encodings = ImageEncodings(config.num_images_at_once)
         self.prefix_cache = self._requests.prefix_cache
         self._time = StepTime() if self.prefix_cache is None else self.prefix_cache.kept.time
