@@ -12,7 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 
-from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
+from cloister.kv.cache_quotas import CacheQuotas
+from cloister.kv.cache_ttl import RETRY_S, CacheTTL
 from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
