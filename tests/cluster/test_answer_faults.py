@@ -34,8 +34,8 @@ from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.shared_tier import Place, SharedTierIndex
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock
-from cloister.kv.tiers import KVTierIndex
 from cloister.scheduler.beam_search import Beams
 from cloister.scheduler.kv_loads import KVLoad, KVLoads
 from cloister.scheduler.request_table import RequestTable

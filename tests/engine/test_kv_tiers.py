@@ -24,8 +24,9 @@ from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting, parse_tiers
 from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tier_index import TRY_EVERY, KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import TRY_EVERY, KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
@@ -645,7 +646,7 @@ from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tier_index import KVTierIndex
 setting = TierSetting.parse(f"disk:{sys.argv[1]},64M")
 layout = TierLayout.plan(setting.limit_bytes, (100_000,), [BlockGroup(8)])
 file = TierFile("disk", setting.storage.open(setting), layout)

@@ -10,8 +10,9 @@ import pytest
 
 from cloister.kv.access_sketch import ACCESSES_PER_KEY, MOST_COUNT, AccessSketch
 from cloister.kv.tier_admission import TIER_ADMISSIONS, AdaptiveAdmission, TinyLFU
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 
 SALT = b"0123456789abcdef"
 ROOT = b"root"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.kv.tiers import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
+from cloister.kv.tier_index import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
 from cloister.scheduler.kv_restores import TRIAL, TierRead

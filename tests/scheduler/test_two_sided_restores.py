@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tier_index import KVTierIndex
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
 from cloister.types.events import Ended, KVLoaded, Preempted, Scheduled
 from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams

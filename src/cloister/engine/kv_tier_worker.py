@@ -31,8 +31,8 @@ from cloister.engine.kv_tier_opener import BlockOpener, describe_block, describe
 from cloister.engine.locked_keys import lock_keys
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
+from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TAG_BYTES, TierBlock, TierLayout
-from cloister.kv.tiers import MAX_TRIAL_BYTES
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.errors import ConfigError
 from cloister.types.logs import describe

@@ -1,5 +1,5 @@
-"""How often keys were accessed lately, in memory that does not grow with them: a Count-Min-Sketch (Cormode & Muthukrishnan
-2005) whose counters are halved from time to time (TinyLFU, Einziger et al. 2017). Pure: it is given its salt."""
+"""Estimates how often keys were accessed lately, in constant memory: a count-min sketch (Cormode & Muthukrishnan 2005) whose
+counters are halved periodically (TinyLFU, Einziger et al. 2017). Pure: it is given its salt."""
 
 from __future__ import annotations
 

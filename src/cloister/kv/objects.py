@@ -1,8 +1,8 @@
-"""KV objects: the blocks of one entry of a block table, which say themselves what they are. Pure: no I/O, no clock, no arrays.
+"""KV objects: self-describing, authenticated blocks of one entry of a block table. Pure: no I/O, no clock, no arrays.
 
-An object is found by its prefix key, which covers the scope, the model, the adapter and all tokens up to its end. What carries
-it need not be trusted: without the engines' key nobody can make one, or change one. Whatever does not match is a
-miss, and its positions are computed.
+An object is found by its prefix key, which covers the scope, the model, the adapter and all tokens up to its end. The transport
+need not be trusted: nobody can make or change an object without the engines' key. An object that does not match is a miss, and
+its positions are computed.
 """
 
 from __future__ import annotations

@@ -62,7 +62,7 @@ class PrefixCache:
     Attributes:
         ttl: deadlines for `expire`.
         kept: the blocks of each chain that later requests can find.
-        tiers: get what is evicted; None: it is gone.
+        tiers: get the blocks that are evicted; None: they are dropped.
     """
 
     def __init__(

@@ -1,12 +1,9 @@
-"""Which blocks are worth a slot of a full tier. Pure: no I/O, no clock; it is given its salt.
+"""Admission to a full tier: whether a block is worth evicting another one. Pure: no I/O, no clock; it is given its salt.
 
-A tier lets its least recently used block go. That is right if what was used lately is used again soon. Where most of what
-passes is used once, such as documents and conversations that end, it pushes out system prompts and other beginnings that many
-requests share. `tinylfu` stores a block only if it is used more often than the one that would go (TinyLFU, Einziger et al.
-2017; M5, ASPLOS 2025, counts pages of slow memory in the same way). `auto` finds out which of both has more hits.
-
-A slot holds one block, and the slots of a group have one size, so accesses of a block are accesses of a byte: the densest
-blocks are kept.
+A tier evicts its least recently used block. That is right if blocks used lately are used again soon. Where most blocks are used
+once (documents, conversations that end), they evict system prompts and other prefixes that many requests share. `tinylfu`
+stores a block only if it is used more often than the one that would be evicted (TinyLFU, Einziger et al. 2017; M5, ASPLOS 2025,
+counts pages of slow memory in the same way). `auto` simulates both and uses the one with more hits.
 """
 
 from __future__ import annotations
@@ -31,11 +28,11 @@ ACCESSES_PER_SLOT: Final = 4
 
 
 class TierAdmission(Protocol):
-    """Decides for one owner in one tier."""
+    """Decides which blocks of one owner a tier stores."""
 
     @property
     def is_by_frequency(self) -> bool:
-        """Whether blocks are compared by how often they are used; else the one used last is worth more."""
+        """Whether blocks are compared by frequency of use; else by recency."""
         ...
 
     def note(self, keys: Sequence[bytes]) -> None:
@@ -43,10 +40,10 @@ class TierAdmission(Protocol):
         ...
 
     def admits(self, key: bytes, oldest: bytes) -> bool:
-        """Whether a block is worth more than the one that would go for it.
+        """Whether to store a block in place of the owner's least recently used one.
 
         Args:
-            oldest: key of the owner's least recently used block.
+            oldest: key of that one.
         """
         ...
 
@@ -56,7 +53,7 @@ AdmissionFactory = Callable[[int], TierAdmission]
 
 
 class AdmitAll:
-    """Stores every block, for the least recently used one."""
+    """Stores every block, in place of the least recently used one."""
 
     is_by_frequency = False
 
@@ -71,7 +68,7 @@ class AdmitAll:
 
 
 class TinyLFU:
-    """Stores a block if it was accessed more often than the one that would go.
+    """Stores a block if it was accessed more often than the one that would be evicted.
 
     Args:
         num_slots: of the owner.

@@ -15,8 +15,9 @@ from typing import Final
 import msgspec
 
 from cloister.kv import NO_BLOCK, PrefixCache
+from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TierBlock
-from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.kv.two_sided import MOST_OF_ALONE, TwoSidedRestore
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads

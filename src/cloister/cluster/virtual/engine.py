@@ -49,7 +49,7 @@ EOS: Final = 256
 VOCAB_SIZE: Final = 257
 """A token for each byte, and one that ends an answer."""
 SLOT_KIB: Final = 4
-"""Size of a slot of a tier: whole pages (`kv.tiers.TierLayout.slot_bytes`)."""
+"""Size of a slot of a tier: whole pages (`kv.tier_slots.TierLayout.slot_bytes`)."""
 NUM_SLOTS: Final = 3
 """Adapters that an engine can have at a time."""
 
