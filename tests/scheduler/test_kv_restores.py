@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.kv.tier_index import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
+from cloister.kv.tier_index import MAX_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
 from cloister.scheduler.kv_restores import TRIAL, TierRead
@@ -416,17 +416,17 @@ def test_storing_pauses_where_nothing_is_used_again_and_goes_on_when_loads_save_
     index = engine.tier.index
     crowd_out(engine)
     num_stored = len(index)
-    spend(index, 2 * MOST_CREDIT_S)
+    spend(index, 2 * MAX_CREDIT_S)
     crowd_out(engine, 10, 15)
     assert len(index) == num_stored, "it stores though it had no time left"
-    index.earn(MOST_CREDIT_S * 1.1)
+    index.earn(MAX_CREDIT_S * 1.1)
     crowd_out(engine, 20, 25)
     assert len(index) == num_stored, "it stores as soon as it has time for one block"
-    index.earn(MOST_CREDIT_S)
+    index.earn(MAX_CREDIT_S)
     crowd_out(engine, 30, 35)
     assert len(index) > num_stored
     index.earn(1000.0)
-    spend(index, 1.1 * MOST_CREDIT_S)
+    spend(index, 1.1 * MAX_CREDIT_S)
     num_stored = len(index)
     crowd_out(engine, 40, 45)
     assert len(index) == num_stored, "what was saved long ago pays for ever"

@@ -10,7 +10,7 @@ from typing import Final
 NUM_ROWS: Final = 4
 COUNTERS_PER_KEY: Final = 8
 """Counters in each row for each key that is to be told apart."""
-MOST_COUNT: Final = 15
+MAX_COUNT: Final = 15
 ACCESSES_PER_KEY: Final = 10
 """After so many accesses for each of these keys all counters are halved: what was popular before counts less and less."""
 _HALVES: Final = bytes(count // 2 for count in range(256))
@@ -43,7 +43,7 @@ class AccessSketch:
         places = self._places(key)
         counters = self._counters
         least = min([counters[place] for place in places])
-        if least < MOST_COUNT:
+        if least < MAX_COUNT:
             for place in places:
                 if counters[place] == least:
                     counters[place] = least + 1
@@ -53,7 +53,7 @@ class AccessSketch:
             self._counters = counters.translate(_HALVES)
 
     def estimate(self, key: bytes) -> int:
-        """Returns how often a key was accessed, at most `MOST_COUNT`."""
+        """Returns how often a key was accessed, at most `MAX_COUNT`."""
         counters = self._counters
         return min([counters[place] for place in self._places(key)])
 

@@ -31,13 +31,13 @@ class CacheQuotas:
 
         Args:
             num_blocks: blocks of the pool.
-            num_for_one: blocks of the longest sequence, which must fit beside all shares.
+            num_for_one: blocks of the longest sequence, which must fit in addition to all shares.
         """
         room = min(int(num_blocks * CACHE_SHARE), num_blocks - num_for_one)
         return cls(num_scopes, max(0, room) // num_scopes)
 
     @property
-    def num_most(self) -> int:
+    def total_blocks(self) -> int:
         """Total blocks of all shares."""
         return self.num_scopes * self.per_scope
 

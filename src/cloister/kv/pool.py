@@ -110,7 +110,7 @@ class BlockPool:
         """Returns the group that a block belongs to."""
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
-    def count_most(self, group: int, num_entries: int, width: int = 1) -> int:
+    def max_blocks(self, group: int, num_entries: int, width: int = 1) -> int:
         """Returns the most blocks of a group that a sequence of so many table entries holds at once.
 
         Args:

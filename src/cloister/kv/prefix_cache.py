@@ -155,7 +155,7 @@ class PrefixCache:
         node = self._nodes.get(key)
         return [NO_BLOCK] * len(self._windows) if node is None else list(node.blocks)
 
-    def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
+    def deduplicate(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
         """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
 
         Where a hit ended early for want of a state, the same positions were computed again. Only a table that holds all kept

@@ -17,14 +17,14 @@ from cloister.kv.access_sketch import AccessSketch
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
-MOST_SAMPLED: Final = 8
-"""`auto` simulates with one key of so many."""
-LEAST_SIMULATED: Final = 64
-"""Slots of a simulation at least, where the tier has as many."""
-LEAST_GAIN: Final = 1.15
-"""`auto` compares by frequency if that would have had so many times the hits."""
+MAX_SAMPLE_INTERVAL: Final = 8
+"""`auto` simulates with at least one key of so many."""
+MIN_SIMULATED_SLOTS: Final = 64
+"""Minimum number of simulated slots, if the tier has as many."""
+MIN_GAIN: Final = 1.15
+"""`auto` compares by frequency if that had so many times the hits in the simulation."""
 ACCESSES_PER_SLOT: Final = 4
-"""After so many accesses for each slot the hits of both simulations are halved."""
+"""The hits of both simulations are halved after this many accesses per slot."""
 
 
 class TierAdmission(Protocol):
@@ -89,10 +89,10 @@ class TinyLFU:
 
 
 class AdaptiveAdmission:
-    """Does as `TinyLFU` while that would have had more hits than storing everything.
+    """Admits as `TinyLFU` while that has more hits in a simulation than storing every block.
 
-    Both are simulated with a sample of the keys and as small a part of the slots (miniature simulation, Waldspurger et al.
-    2017). The hits of a miniature are those of the whole, as keys are drawn by a hash.
+    Both are simulated with a hash-based sample of keys and the same share of the slots (miniature simulation, Waldspurger et
+    al. 2017).
 
     Args:
         num_slots: of the owner.
@@ -102,8 +102,8 @@ class AdaptiveAdmission:
     def __init__(self, num_slots: int, salt: bytes) -> None:
         self._salt = salt
         self._frequency = TinyLFU(num_slots, salt)
-        self._one_of = min(MOST_SAMPLED, max(1, num_slots // LEAST_SIMULATED))
-        num_simulated = max(1, num_slots // self._one_of)
+        self._interval = min(MAX_SAMPLE_INTERVAL, max(1, num_slots // MIN_SIMULATED_SLOTS))
+        num_simulated = max(1, num_slots // self._interval)
         self._simulations = (_Simulation(num_simulated, AdmitAll()), _Simulation(num_simulated, self._frequency))
         self._period = ACCESSES_PER_SLOT * num_simulated
         self._num_sampled = 0
@@ -111,7 +111,7 @@ class AdaptiveAdmission:
     @property
     def is_by_frequency(self) -> bool:
         everything, frequent = self._simulations
-        return frequent.num_hits > LEAST_GAIN * everything.num_hits
+        return frequent.num_hits > MIN_GAIN * everything.num_hits
 
     def note(self, keys: Sequence[bytes]) -> None:
         self._frequency.note(keys)
@@ -129,14 +129,14 @@ class AdaptiveAdmission:
 
     def _is_sampled(self, key: bytes) -> bool:
         number = int.from_bytes(blake2b(key, digest_size=4, key=self._salt).digest())
-        return number % self._one_of == 0
+        return number % self._interval == 0
 
 
 class _Simulation:
-    """A tier that has keys and no blocks.
+    """A tier of keys without blocks.
 
     Attributes:
-        num_hits: hits, of which old ones count less.
+        num_hits: hits; old ones count less.
     """
 
     __slots__ = ("_admission", "_keys", "_num_slots", "num_hits")

@@ -31,7 +31,7 @@ MAX_TRIAL_BYTES: Final = 2**20
 """KV that such a trial reads; at least one entry."""
 STORE_SHARE: Final = 0.02
 """Storing may take this part of the processor time of steps, and what loads have saved."""
-MOST_CREDIT_S: Final = 0.25
+MAX_CREDIT_S: Final = 0.25
 """Time that storing may take beyond that, for each owner: at the start, and at most ever."""
 
 
@@ -67,13 +67,13 @@ class TierAccount:
 
     def __init__(self, admission: TierAdmission) -> None:
         self.admission = admission
-        self.credit_s = MOST_CREDIT_S
+        self.credit_s = MAX_CREDIT_S
         self.is_paused = False
         self.unwritten_bytes = 0
 
     def earn(self, seconds: float) -> None:
-        self.credit_s = min(MOST_CREDIT_S, self.credit_s + seconds)
-        if self.is_paused and self.credit_s > MOST_CREDIT_S / 4:  # enough for whole prefixes, not only for ends of them
+        self.credit_s = min(MAX_CREDIT_S, self.credit_s + seconds)
+        if self.is_paused and self.credit_s > MAX_CREDIT_S / 4:  # enough for whole prefixes, not only for ends of them
             self.is_paused = False
 
     def spend(self, seconds: float) -> None:
@@ -201,7 +201,7 @@ class KVTierIndex:
             self._add(stored, account, next(self.uses))
             self.copies.append((block, stored))
 
-    def receive(self, block: TierBlock, used: int) -> TierBlock | None:
+    def accept_demoted(self, block: TierBlock, used: int) -> TierBlock | None:
         """Returns where to copy a block that the tier above evicts; None if it is not stored here (as in `offer`).
 
         Args:
@@ -243,7 +243,7 @@ class KVTierIndex:
         oldest = slots.oldest(owner)
         if oldest is None:
             return slots.take()
-        if self.below is not None and (moved := self.below.receive(oldest, slots.used[oldest.key])) is not None:
+        if self.below is not None and (moved := self.below.accept_demoted(oldest, slots.used[oldest.key])) is not None:
             self.copies.append((oldest, moved))
         return self._remove(oldest)
 
@@ -322,7 +322,7 @@ class KVTierIndex:
         """Whether a block is here, or is being written."""
         return key in self._slots[group].blocks
 
-    def leave(self, key: bytes, group: int) -> bool:
+    def retain(self, key: bytes, group: int) -> bool:
         """Whether this tier has a block that the device evicts and keeps it, as the most recently used one, so that it is not
         stored in the first tier too."""
         slots = self._slots[group]

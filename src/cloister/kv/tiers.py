@@ -69,7 +69,7 @@ class KVTiers:
         """Stores a block that the device evicts (`KVTierIndex.offer`). A block that only a slower tier has is promoted to the
         first one if `KVTierIndex.would_keep` said so when it was last used."""
         first, *others = self.indexes
-        if first.has(key, group) or not any(other.leave(key, group) for other in others):
+        if first.has(key, group) or not any(other.retain(key, group) for other in others):
             first.offer(root, key, entry, group, block, owner)
 
     def lose(self, stored: TierBlock) -> None:

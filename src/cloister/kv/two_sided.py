@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
-MOST_OF_ALONE: Final = 0.75
+MAX_TIME_RATIO: Final = 0.75
 """A restore is made from both sides if its predicted time is at most this part of that of loading alone and of computing alone.
 Restores predicted to gain less were measured to gain nothing: both sides share the processor."""
 FIRST_SHARE: Final = 0.5
@@ -22,7 +22,7 @@ PRIOR_SHARE: Final = 0.1
 """Weight of a tier's earlier measurements, as a part of this load's bytes: the first blocks include the start of the load."""
 NUM_PARTS: Final = 16
 """Number of parts in which the end is read, if blocks are small enough. A part that is read when both sides meet is wasted."""
-LEAST_PART_S: Final = 0.001
+MIN_PART_S: Final = 0.001
 """Minimum predicted seconds of a part: many small reads would make a fast tier slow."""
 
 ComputeTime = Callable[[int, int], float]
@@ -57,7 +57,7 @@ class TwoSidedRestore:
         """Bytes of a part of the load."""
         num_bytes = sum(before[-1] for before in self._before)
         slowest_byte_s = max(self._known_byte_s)
-        least = LEAST_PART_S / slowest_byte_s if slowest_byte_s * num_bytes > LEAST_PART_S else num_bytes
+        least = MIN_PART_S / slowest_byte_s if slowest_byte_s * num_bytes > MIN_PART_S else num_bytes
         return int(max(num_bytes / NUM_PARTS, least))
 
     def note(self, measured: Sequence[tuple[int, float]]) -> None:

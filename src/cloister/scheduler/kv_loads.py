@@ -286,7 +286,7 @@ class KVLoads:
         if not self._begin(load, now):
             return
         num_missing = len(load.keys) - load.num_known
-        promised = [self._pool.count_most(group, num_missing) for group in range(self._pool.num_groups)]
+        promised = [self._pool.max_blocks(group, num_missing) for group in range(self._pool.num_groups)]
         if self._has_room(promised):
             load.num_promised = promised
             self.queries.append(KVQuery(request.request_id, load.root, load.keys, load.num_known, follows=True))

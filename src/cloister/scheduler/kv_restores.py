@@ -18,7 +18,7 @@ from cloister.kv import NO_BLOCK, PrefixCache
 from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TierBlock
 from cloister.kv.tiers import KVTiers
-from cloister.kv.two_sided import MOST_OF_ALONE, TwoSidedRestore
+from cloister.kv.two_sided import MAX_TIME_RATIO, TwoSidedRestore
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
@@ -65,7 +65,7 @@ class TierRead:
     restore: TwoSidedRestore | None = None
 
     @property
-    def most_part_bytes(self) -> int | None:
+    def max_part_bytes(self) -> int | None:
         """What is read at once at most; None: whatever is fastest."""
         return None if self.restore is None else self.restore.part_bytes
 
@@ -177,7 +177,7 @@ class KVRestores:
         restore = TwoSidedRestore(read.entries[0].entry, blocks, byte_s, read.owner)
         step_s = self._cost.predict(StepSize())  # another one than loading or computing alone would need
         taken_s = restore.predict_s(self._predict_s) + step_s + self._loads.predict_overhead_s()
-        return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MOST_OF_ALONE * alone_s else None
+        return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MAX_TIME_RATIO * alone_s else None
 
     def _predict_s(self, start: int, end: int) -> float:
         """Returns how long computing these entries is predicted to take."""

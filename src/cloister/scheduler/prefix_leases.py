@@ -109,8 +109,8 @@ class PrefixLeases:
     def _has_room(self, num_entries: int) -> bool:
         """Whether leases of prefixes may hold so many more entries."""
         for group, shape in enumerate(self._pool.groups):
-            held = sum(self._pool.count_most(group, len(found.keys)) for found in self._by_name.values())
-            if held + self._pool.count_most(group, num_entries) > PREFIX_SHARE * shape.num_blocks:
+            held = sum(self._pool.max_blocks(group, len(found.keys)) for found in self._by_name.values())
+            if held + self._pool.max_blocks(group, num_entries) > PREFIX_SHARE * shape.num_blocks:
                 return False
         return True
 

@@ -248,7 +248,7 @@ class RequestTable:
         if num_full > sequence.num_kept:
             state = sequence.request_state
             self._extend_keys(sequence, num_full)
-            self.share_known(sequence, num_full, sequence.num_kept)
+            self.deduplicate(sequence, num_full, sequence.num_kept)
             if self.pool.state_group is not None and num_full * self.pool.block_size == sequence.num_committed:
                 self._replace_snapshot(sequence, num_full)
             if self.prefix_cache.tiers is not None and state.kept_root:
@@ -264,7 +264,7 @@ class RequestTable:
             )
             sequence.num_kept = num_full
 
-    def share_known(self, sequence: SequenceRecord, num_entries: int, start: int = 0) -> None:
+    def deduplicate(self, sequence: SequenceRecord, num_entries: int, start: int = 0) -> None:
         """Lets a model with states, whose hits may end before what is known does, hold known blocks once.
 
         Args:
@@ -272,7 +272,7 @@ class RequestTable:
         """
         if self.prefix_cache is not None and self.pool.state_group is not None:
             self._extend_keys(sequence, num_entries)
-            self.prefix_cache.share_known(sequence.keys[:num_entries], table_of(sequence), start)
+            self.prefix_cache.deduplicate(sequence.keys[:num_entries], table_of(sequence), start)
 
     def choose_snapshots(self, sequence: SequenceRecord) -> tuple[int, ...]:
         """Returns behind how many leading entries the state of an admitted sequence shall be kept: where the next request with

@@ -132,7 +132,7 @@ class Scheduler:
                 for group in pool.groups
             ]
             for number, share in enumerate(quotas):  # a sequence that runs alone must fit beside full shares
-                self._num_usable[number] -= share.num_most
+                self._num_usable[number] -= share.total_blocks
         self._layerwise = None if cells is None else LayerwisePrompts(cells, pool, self._num_usable[0])
         self._requests = RequestTable(pool, self._policy, keys, quotas)
         self._draft_allocator = (
@@ -317,7 +317,7 @@ class Scheduler:
         counts = [
             num_usable * self.pool.block_size
             for group, num_usable in enumerate(self._num_usable)
-            if num_usable < self.pool.count_most(group, _UNBOUNDED, width)
+            if num_usable < self.pool.max_blocks(group, _UNBOUNDED, width)
         ]
         return min(counts, default=_UNBOUNDED)
 
@@ -434,13 +434,13 @@ class Scheduler:
                     self._requests.keep_blocks(sequence)
                     self._requests.renew(sequence, now)
                     if self._has_windows:
-                        table_of(sequence).pass_positions(end)
+                        table_of(sequence).release_behind_windows(end)
                 if sequence.is_behind and not sequence.num_in_flight:
                     sequence.is_behind = False
                     sequence.num_planned = end
         for sequence in step.forked:
             if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
-                self._requests.share_known(sequence, sequence.num_kept)
+                self._requests.deduplicate(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         if self._prefilled:
@@ -455,7 +455,7 @@ class Scheduler:
                 self._after_step(sequence, now)
         for sequence in step.forked:
             if self._has_windows and sequence.status is Status.RUNNING:  # it forked with all that its parent held in this step
-                table_of(sequence).pass_positions(sequence.num_committed)
+                table_of(sequence).release_behind_windows(sequence.num_committed)
             self._requests.release_blocks(sequence)
         if step.parts and is_whole:
             elapsed_s = result.elapsed_s - (sum(result.draft_s.values()) if result.draft_s else 0.0)
@@ -684,7 +684,7 @@ class Scheduler:
         num_most = count_positions(state.num_prompt_tokens, sequence.max_output)
         num_entries = -(-min(len(sequence.token_ids) + 1, num_most) // self.pool.block_size)
         groups = range(self.pool.num_groups)
-        return [max(0, self.pool.count_most(group, num_entries) - table.count_held(group)) for group in groups]
+        return [max(0, self.pool.max_blocks(group, num_entries) - table.count_held(group)) for group in groups]
 
     def _start(self, step: PlannedStep, sequence: SequenceRecord, num_hit: int) -> None:
         """Moves a waiting sequence to running and introduces it to the runner."""

@@ -16,7 +16,7 @@ from cloister.types.request import FinishReason, Request, SequenceOutput, TokenL
 
 RECOVERY_S: Final = 70.0
 """Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
-MOST_DEATHS: Final = 5
+MAX_DEATHS: Final = 5
 """Engines that a request may kill before it is found: three, and one more if it kills late or beside cleared ones."""
 _SLACK_S: Final = 1.0
 _SLACK_OF_STEPS_S: Final = 0.1
@@ -205,7 +205,7 @@ def updates_of(scenario: Scenario) -> list[OperatorAction]:
     return [operation for operation in scenario.operations if operation.kind == "update"]
 
 
-def most_starts(scenario: Scenario) -> int | None:
+def max_starts(scenario: Scenario) -> int | None:
     """Returns how many engines may be started, if none ends while it is idle, or seems to be lost.
 
     A request that kills may kill one engine more for each time that it is moved, as two compute it then: the one where it goes
@@ -221,7 +221,7 @@ def most_starts(scenario: Scenario) -> int | None:
         action.kind == "migrate" and action.job in killers for action in scenario.operations
     )
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
-    num_deaths = MOST_DEATHS * len(killers) + num_moves
+    num_deaths = MAX_DEATHS * len(killers) + num_moves
     return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
 
 

@@ -20,7 +20,7 @@ from cloister.types.step import Sample
 
 DraftKind = Literal["none", "chain", "tree"]
 DRAFTER: Final = "foresight"
-MOST_DRAFTS: Final = 6
+MAX_DRAFTS: Final = 6
 RIGHT: Final = 0.75
 """How often the right token is among the children of a node on the right path."""
 SILENT: Final = 0.1
@@ -37,7 +37,7 @@ class ForesightDrafter(Drafter):
         has_trees: drafts have branches.
     """
 
-    max_drafts = MOST_DRAFTS
+    max_drafts = MAX_DRAFTS
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ErraticSpeculation:
         """Returns a decision for each sequence."""
         choices = []
         for _ in sequences:
-            num = min(self._draw.randint(0, MOST_DRAFTS), max(0, num_left))
+            num = min(self._draw.randint(0, MAX_DRAFTS), max(0, num_left))
             num_left -= num
             choices.append(DraftDecision(DRAFTER, num, None, True) if num else NO_DRAFTS)
         return choices

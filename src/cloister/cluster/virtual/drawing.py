@@ -40,7 +40,7 @@ CANCELLED_SHARE: Final = 0.4
 """Share of the calls that load adapters which are cancelled."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
-MOST_JOBS: Final = 32
+MAX_JOBS: Final = 32
 """6% of the scenarios would have more, and a third of all requests."""
 SEARCHED_SHARE: Final = 0.15
 """Share of the scenarios in which beams are searched for some of the answers."""
@@ -113,7 +113,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     draw = random.Random(f"beams {seed}")
     if draw.random() < SEARCHED_SHARE:
         drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
-    return _keep_few(drawn, max(MOST_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
+    return _keep_few(drawn, max(MAX_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
 
 
 def _cancel_loads(scenario: Scenario, draw: random.Random) -> Scenario:

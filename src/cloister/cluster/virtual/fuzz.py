@@ -34,9 +34,9 @@ S = TypeVar("S")
 
 EXAMPLE: Final = '{"seed": 1, "jobs": [{"at_s": 0, "prompt": "hello"}]}'
 _NO_CHOICE: Final = re.compile(r"Invalid enum value .* - at `\$\.([^`]*)`")
-LEAST_POOLED: Final = 2
+MIN_POOLED: Final = 2
 """Slots of which one can be lent."""
-MOST_BEAMS: Final = 8
+MAX_BEAMS: Final = 8
 CHUNK: Final = 20
 """Seeds that a process runs before it reports."""
 _PLAIN_JOB: Final = Job(at_s=0.0, prompt="")
@@ -198,10 +198,10 @@ def _find_mistake(scenario: Scenario) -> str | None:
         return f"adapters are 1 to {NUM_ADAPTERS}, and 0 is none"
     if min(scenario.tiers) < 0:
         return "tiers are two numbers of slots, 0 for none"
-    if scenario.pool != "none" and scenario.tiers[0] < LEAST_POOLED:
-        return f"a pool has {LEAST_POOLED} slots in memory at least"
-    if any(not 0 <= job.beams <= MOST_BEAMS or 0 < job.beams < job.n for job in scenario.jobs):
-        return f"beams are n to {MOST_BEAMS}, and 0 is no search"
+    if scenario.pool != "none" and scenario.tiers[0] < MIN_POOLED:
+        return f"a pool has {MIN_POOLED} slots in memory at least"
+    if any(not 0 <= job.beams <= MAX_BEAMS or 0 < job.beams < job.n for job in scenario.jobs):
+        return f"beams are n to {MAX_BEAMS}, and 0 is no search"
     return None
 
 

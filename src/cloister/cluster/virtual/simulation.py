@@ -24,7 +24,7 @@ from cloister.cluster.virtual.checks import (
     check_answer,
     check_events,
     leftovers_of_front,
-    most_starts,
+    max_starts,
     updates_of,
 )
 from cloister.cluster.virtual.engine import SLOT_KIB, VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
@@ -508,7 +508,7 @@ class _Simulation:
                 left.append(f"the client of engine {index} still has {client.num_requests} requests")
             if client.num_leaving:
                 left.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
-        num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
+        num_starts, most = sum(host.num_starts for host in self.hosts), max_starts(self.scenario)
         if most is not None and num_starts > most:
             left.append(f"engines were started {num_starts} times, where {most} were enough")
         return left if self.front is None else left + self._leftovers_of_front(self.front)

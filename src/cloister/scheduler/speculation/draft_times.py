@@ -9,7 +9,7 @@ from cloister.scheduler.budget import StepCost, StepSize
 STRIDE: Final = 16
 """After this many calls only every n-th is recorded: the fit takes longer than a drafter's search."""
 NUM_UNSURE: Final = 3
-MOST_RATIO: Final = 3.0
+MAX_RATIO: Final = 3.0
 """After this many calls, one that takes this multiple of the predicted time is an outlier."""
 NUM_BELIEVED: Final = 5
 """After this many outliers in a row the model is reset to the shortest of them."""
@@ -47,7 +47,7 @@ class DraftTimes:
         depth = -(-num_drafts // num_sequences)
         if self._num_calls <= NUM_UNSURE:
             elapsed_s = min(elapsed_s, max(most_s, 1e-6))
-        elif elapsed_s > MOST_RATIO * self.predict(num_sequences, num_drafts, depth):
+        elif elapsed_s > MAX_RATIO * self.predict(num_sequences, num_drafts, depth):
             self._late_s.append(elapsed_s)
             if len(self._late_s) < NUM_BELIEVED:
                 return
