@@ -116,7 +116,7 @@ class Engine:
 
     def blocks_of(self, token_ids: list[int] = PROMPT) -> list[TierBlock]:
         request = Request(request_id="x", token_ids=token_ids, sampling=SamplingParams())
-        keys, _, _ = self.engine.scheduler._requests.chain_of(request, token_ids)
+        keys, _, _ = self.engine.scheduler._requests.prefixes.chain_of(request, token_ids)
         return [block for key in keys if (block := self.index.find(key, 0)) is not None]
 
     def overwrite(self, block: TierBlock, content: bytes, offset: int = 0) -> None:
@@ -504,7 +504,7 @@ def test_a_damaged_block_of_either_tier_is_a_miss(make: Callable[..., Engine], t
     expected = engine.answer("first")
     engine.crowd_out(0, 3)
     request = Request(request_id="x", token_ids=PROMPT, sampling=SamplingParams())
-    keys, _, _ = engine.engine.scheduler._requests.chain_of(request, PROMPT)
+    keys, _, _ = engine.engine.scheduler._requests.prefixes.chain_of(request, PROMPT)
     blocks = [engine.tier.tiers.find(key, 0) for key in keys]
     assert {block.tier for block in blocks if block is not None} == {0, 1}
     number, block = next((number, block) for number, block in enumerate(blocks) if block is not None and block.tier == damaged)

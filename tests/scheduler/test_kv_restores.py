@@ -91,7 +91,7 @@ class Engine:
         return self.answers[name]
 
     def keys_of(self, token_ids: list[int]) -> list[bytes]:
-        return self.scheduler._requests.chain_of(make_request("x", token_ids), token_ids)[0]
+        return self.scheduler._requests.prefixes.chain_of(make_request("x", token_ids), token_ids)[0]
 
     def find(self, kind, name=None):
         return [event for event in self.events if isinstance(event, kind) and name in (None, event.request_id)]
@@ -216,7 +216,7 @@ def test_a_session_ends_in_the_tier_when_it_ends():
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
     engine.serve("first", prompt(0), scope=session)
     crowd_out(engine)
-    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    root = engine.scheduler._requests.prefixes.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
     assert root in engine.tier.index.kept
     num_before = len(engine.tier.index)
     engine.now = 11.0
@@ -526,7 +526,7 @@ def test_a_session_ends_in_both_tiers():
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
     engine.serve("first", prompt(0), scope=session)
     crowd_out(engine)
-    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    root = engine.scheduler._requests.prefixes.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
     tiers = engine.tier.tiers
     assert root in tiers.indexes[1].kept
     assert root not in tiers.indexes[0].kept

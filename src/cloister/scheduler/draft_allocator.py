@@ -5,8 +5,8 @@ from __future__ import annotations
 from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies.base import SchedulingPolicy
-from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import SequenceRecord, Status, table_of
 from cloister.scheduler.speculation import DraftDecision, Speculation
 from cloister.types.step import Sample, StepResult
 

@@ -160,7 +160,7 @@ class KVExports:
         state = self._requests.request_states.get(query.request_id)
         sequences = [] if state is None else state.sequences
         held = [] if self._leases is None else self._leases.chains_of(query.request_id)
-        chains = [*map(self._requests.match_keys, sequences), *held]
+        chains = [*map(self._requests.prefixes.match_keys, sequences), *held]
         return max((_count_same(query.keys, chain, start) for chain in chains), default=0)
 
     def _find(self, number: int, export: _Export, now: float) -> None:

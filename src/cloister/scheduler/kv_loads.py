@@ -19,8 +19,9 @@ from cloister.kv import NO_BLOCK, KVObject, KVQuery
 from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.kv.two_sided import TwoSidedRestore
 from cloister.scheduler.planned_step import PlannedStep
-from cloister.scheduler.request_table import RequestTable, kept_root, table_of
-from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, table_of
+from cloister.scheduler.sequence_prefixes import kept_root
 from cloister.types.events import KVLoaded
 from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
@@ -189,7 +190,7 @@ class KVLoads:
     def begin(self, state: RequestState, now: float) -> None:
         """Begins the load of a new request, which is queued when it has ended."""
         sequences = [sequence for sequence in state.sequences if sequence.status is Status.NEW]
-        keys = self._requests.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
+        keys = self._requests.prefixes.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
         for sequence in sequences:
             sequence.status = Status.LOADING
         load = self.loading.get(state.request.request_id)
@@ -268,19 +269,19 @@ class KVLoads:
 
     def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
         """Begins a load for a request that may come later."""
-        keys, root, owner = self._requests.chain_of(request, token_ids)
+        keys, root, owner = self._requests.prefixes.chain_of(request, token_ids)
         self._ask(KVLoad(request, None, keys, root, owner, now), now)
 
     def copy(self, request: Request, now: float) -> None:
         """Begins a load of a prefix that another engine has leased. It is charged to no scope's share of the cache."""
-        keys, root, _ = self._requests.chain_of(request, request.token_ids)
+        keys, root, _ = self._requests.prefixes.chain_of(request, request.token_ids)
         load = KVLoad(request, None, keys, root, None, now)
         load.is_copy = True
         self._ask(load, now)
 
     def follow(self, request: Request, now: float) -> None:
         """Begins a load of a prompt that another engine is computing, if there is room for all of it."""
-        keys, root, owner = self._requests.chain_of(request, request.token_ids, num_more=1)
+        keys, root, owner = self._requests.prefixes.chain_of(request, request.token_ids, num_more=1)
         load = KVLoad(request, None, keys, root, owner, now)
         load.follows, load.deadline_s = True, now + FOLLOW_TIMEOUT_S
         if not self._begin(load, now):

@@ -8,8 +8,7 @@ grow. If it is preempted, it begins anew.
 from __future__ import annotations
 
 from cloister.kv import BlockPool
-from cloister.scheduler.request_table import table_of
-from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.sequence import SequenceRecord, table_of
 from cloister.types.layerwise import CellLayout, LayerwisePlan
 from cloister.types.threat import ThreatProfile
 

@@ -68,7 +68,7 @@ class PrefixLeases:
     def lease(self, request: Request, lease_s: float, now: float, *, is_copy: bool) -> None:
         """Leases the prefix of a request, whose id is the name of the lease; a copy is loaded first."""
         name = request.request_id
-        keys, root, _ = self._requests.chain_of(request, request.token_ids)
+        keys, root, _ = self._requests.prefixes.chain_of(request, request.token_ids)
         if name in self._by_name or not keys or self._requests.leases is None or not self._has_room(len(keys)):
             self.refuse(name)
             return

@@ -35,8 +35,8 @@ from cloister.scheduler.layerwise import LayerwisePrompts
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies import POLICIES, EngineView
 from cloister.scheduler.prefix_leases import PrefixLeases
-from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, introduce, table_of
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision, Speculation
 from cloister.types.events import Event, Progressed, Resumption, Scheduled
 from cloister.types.layerwise import CellLayout
@@ -149,7 +149,7 @@ class Scheduler:
                 self._max_num_seqs,
                 min(self._count_usable(1), pool.num_total * pool.block_size),
                 self._requests.running,
-                self._requests.count_cached,
+                self._requests.prefixes.count_cached,
                 self._would_fit,
             )
         )
@@ -340,13 +340,13 @@ class Scheduler:
         """Returns what is kept of a scope on the device and in the tiers, each by its name."""
         if self.prefix_cache is None:
             return []
-        roots, tiers = self._requests.roots_of(scope), self.prefix_cache.tiers
+        roots, tiers = self._requests.prefixes.roots_of(scope), self.prefix_cache.tiers
         below = () if tiers is None else tiers.indexes
         return [(DEVICE, self.prefix_cache.kept.report(roots)), *((tier.name, tier.kept.report(roots)) for tier in below)]
 
     def forget(self, scope: Scope, now: float) -> None:
         """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""
-        roots = self._requests.roots_of(scope)
+        roots = self._requests.prefixes.roots_of(scope)
         self.prefix_leases.forget(roots)
         self._requests.forget(roots)
         self.kv_loads.forget(roots, now)
@@ -431,8 +431,8 @@ class Scheduler:
                     end = len(sequence.token_ids) - 1
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
-                    self._requests.keep_blocks(sequence)
-                    self._requests.renew(sequence, now)
+                    self._requests.prefixes.keep_blocks(sequence)
+                    self._requests.prefixes.renew(sequence, now)
                     if self._has_windows:
                         table_of(sequence).release_behind_windows(end)
                 if sequence.is_behind and not sequence.num_in_flight:
@@ -440,7 +440,7 @@ class Scheduler:
                     sequence.num_planned = end
         for sequence in step.forked:
             if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
-                self._requests.deduplicate(sequence, sequence.num_kept)
+                self._requests.prefixes.deduplicate(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
         if self._prefilled:
@@ -556,7 +556,7 @@ class Scheduler:
     def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
         """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
         if sequence.request_state.request.documents is not None:
-            while known := self._requests.find_known_document(sequence):  # behind one that was not cached
+            while known := self._requests.prefixes.find_known_document(sequence):  # behind one that was not cached
                 self._requests.take_cached(sequence, known, step.now)
         num_most, strict = sequence.max_chunk, step.prefill_level is not None
         if self.kv_restores is not None and self.kv_loads.loading:
@@ -587,7 +587,7 @@ class Scheduler:
                 if self._policy.pass_over(sequence):
                     continue
                 return
-            keys, layerwise = self._requests.match_keys(sequence), self._layerwise_of(sequence)
+            keys, layerwise = self._requests.prefixes.match_keys(sequence), self._layerwise_of(sequence)
             read = None
             if self.kv_restores is not None and layerwise is None and sequence.request_state.request.documents is None:
                 read = self.kv_restores.find(sequence, keys)
@@ -696,11 +696,11 @@ class Scheduler:
         if sequence.request_state.request.images:
             self._encodings.join(sequence)
         sequence.num_kept = num_hit // self.pool.block_size
-        sequence.snapshots = self._requests.choose_snapshots(sequence)
+        sequence.snapshots = self._requests.prefixes.choose_snapshots(sequence)
         state = sequence.request_state
         if num_hit and self.kv_restores is not None and state.kept_root:
             self.kv_restores.tiers.note_accesses(sequence.keys[: sequence.num_kept], state.owner)
-        self._requests.renew(sequence, step.now)
+        self._requests.prefixes.renew(sequence, step.now)
         resumed = state.scheduled_s is not None
         if not resumed:
             state.scheduled_s = step.now
@@ -713,7 +713,7 @@ class Scheduler:
                 num_cached_tokens=num_hit,
                 num_prompt_tokens=state.num_prompt_tokens,
                 resumed=resumed,
-                num_queried_tokens=state.num_prompt_tokens if self._requests.reads_prefixes(state.request) else 0,
+                num_queried_tokens=state.num_prompt_tokens if self._requests.prefixes.reads_prefixes(state.request) else 0,
             )
         )
         step.plan.arrivals.append(introduce(sequence))
@@ -854,7 +854,7 @@ class Scheduler:
         token_ids = sample.token_ids[: num_left if stop is None else min(num_left, stop.num_tokens)]
         sequence.token_ids += token_ids
         if sample.accepted and sequence.status is Status.RUNNING:
-            self._requests.keep_blocks(sequence)  # their tokens were unknown when the positions were committed
+            self._requests.prefixes.keep_blocks(sequence)  # their tokens were unknown when the positions were committed
         first = state.first_token_s is None
         if first:
             state.first_token_s = now

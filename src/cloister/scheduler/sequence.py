@@ -40,7 +40,7 @@ class RequestState:
         order: arrival rank, for first come first served.
         seed: seed of the sampling noise, from the client or drawn.
         root: root of its prefix-key chain.
-        kept_root: the same for tiers (`request_table.kept_root`).
+        kept_root: the same for tiers (`sequence_prefixes.kept_root`).
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
@@ -227,6 +227,13 @@ class SequenceRecord:
         find no free slot when the prompt is computed are queued (`Scheduler._fork`)."""
         state = self.request_state
         return 1 + (state.num_unforked if self.index == 0 and state.beams is not None else 0)
+
+
+def table_of(sequence: SequenceRecord) -> BlockTable:
+    """The block table of a running sequence."""
+    if sequence.table is None:
+        raise AssertionError("a sequence without blocks was treated as running")
+    return sequence.table
 
 
 def introduce(sequence: SequenceRecord) -> NewSequence:

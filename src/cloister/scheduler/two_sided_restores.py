@@ -72,7 +72,7 @@ class TwoSidedRestores:
         blocks = load.table[front:]
         self._requests.take_cached(sequence, blocks, now)
         sequence.num_committed = sequence.num_planned
-        self._requests.keep_blocks(sequence)
+        self._requests.prefixes.keep_blocks(sequence)
         self._learn(restore)
         if blocks:
             self._tiers.earn(self._predict_s(front, restore.end), restore.owner)
