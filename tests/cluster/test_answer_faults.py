@@ -37,7 +37,8 @@ from cloister.kv.shared_tier import Place, SharedTierIndex
 from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock
 from cloister.scheduler.beam_search import Beams
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.text import StopStrings

@@ -28,7 +28,8 @@ from cloister.kv import KVObject, KVSealer, Leases
 from cloister.kv.leases import _Lease
 from cloister.kv.prefix_cache import PrefixCache
 from cloister.scheduler.kv_exports import KVExports
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.prefix_leases import PrefixLeases
 from cloister.scheduler.sequence import RequestState
 from cloister.types.config import EngineConfig

@@ -127,7 +127,7 @@ class Engine:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("cloister.scheduler.kv_load.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 @pytest.fixture

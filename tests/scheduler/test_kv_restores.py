@@ -7,7 +7,7 @@ import pytest
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
 from cloister.kv.tier_index import MAX_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
 from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams

@@ -151,7 +151,7 @@ class KVRestores:
             self._decline(reads[-1])
         if best is None:
             sequence.may_restore = False
-            self._loads.forgo()
+            self._loads.note_declined()
         return best
 
     def _list_reads(self, state: RequestState, keys: Sequence[bytes], num_here: int) -> list[TierRead]:

@@ -10,7 +10,7 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
 if TYPE_CHECKING:
-    from cloister.scheduler.kv_loads import KVLoad
+    from cloister.scheduler.kv_load import KVLoad
 
 
 class PlannedStep:

@@ -12,7 +12,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.types.events import PrefixLeased
 from cloister.types.request import Request

@@ -498,7 +498,7 @@ class Scheduler:
                 level = level_of(sequence)
                 if level not in by_level:
                     by_level[level] = ([], [])
-                is_prefill = num_wanted > 1 or (self.kv_loads.loading and self.kv_loads.find_of(sequence) is not None)
+                is_prefill = num_wanted > 1 or (self.kv_loads.loading and self.kv_loads.find_two_sided(sequence) is not None)
                 by_level[level][bool(is_prefill)].append(sequence)
         for level in sorted(by_level):
             self._admit(step, before=level)
@@ -623,7 +623,7 @@ class Scheduler:
         self._requests.num_waiting -= 1
         sequence.table.close()
         sequence.table = None
-        self.kv_loads.settle(sequence.request_state.request.request_id)
+        self.kv_loads.release_held(sequence.request_state.request.request_id)
         self.kv_restores.begin(sequence, read, now)
 
     def _make_room(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
@@ -653,7 +653,7 @@ class Scheduler:
                 return False
             self._requests.preempt(victim, step.now)
         while not self.pool.has_room([], 0, needed):
-            if self.kv_loads.is_restoring or not self.kv_loads.give_up_one(step.now):
+            if self.kv_loads.is_restoring or not self.kv_loads.reclaim_one(step.now):
                 return False  # what is loading ends soon
             if self.kv_loads.loading:
                 needed = [sum(counts) for counts in zip(own, self.kv_loads.count_promised(), strict=True)]
@@ -690,7 +690,7 @@ class Scheduler:
         """Moves a waiting sequence to running and introduces it to the runner."""
         self._policy.pop()
         self._requests.num_waiting -= 1
-        self.kv_loads.settle(sequence.request_state.request.request_id)
+        self.kv_loads.release_held(sequence.request_state.request.request_id)
         sequence.num_planned = sequence.num_committed = num_hit
         self._requests.run(sequence)
         if sequence.request_state.request.images:
@@ -780,7 +780,7 @@ class Scheduler:
                 if snapshots:
                     snapshots = []
                     continue
-                if self.kv_loads.give_up_one(step.now):
+                if self.kv_loads.reclaim_one(step.now):
                     continue
                 victim = self._choose_victim(step, behind=None)
                 if victim is None:

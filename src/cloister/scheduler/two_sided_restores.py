@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from cloister.kv.tiers import KVTiers
 from cloister.kv.two_sided import ComputeTime, TwoSidedRestore
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord
 
@@ -41,7 +42,7 @@ class TwoSidedRestores:
 
         Takes what has arrived when the sequence comes to it; `num_most` counts from behind that then.
         """
-        load = self._loads.find_of(sequence)
+        load = self._loads.find_two_sided(sequence)
         if load is None:
             return num_most
         assert load.restore is not None
