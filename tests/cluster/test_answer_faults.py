@@ -20,6 +20,7 @@ from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import read_scenario
 from cloister.cluster.virtual.tier_threads import VirtualTierThreads
 from cloister.engine import EngineClient
 from cloister.engine.adapters import AdapterCalls
@@ -264,7 +265,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search found it in one of 1,200 seeds; this is what it made of that one."""
-    scenario = fuzz.read_scenario(SCENARIOS / "a_move_ends_inside_a_step_with_drafts.json")
+    scenario = read_scenario(SCENARIOS / "a_move_ends_inside_a_step_with_drafts.json")
     assert not fuzz.replay(scenario).violations
     monkeypatch.setattr(Shadow, "_compare_ends", leave_out_the_rest_of_a_step)
     assert "another answer" in fuzz.replay(scenario).violations[0]
@@ -272,7 +273,7 @@ def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.
 
 def test_an_adapter_that_is_loaded_too_late_is_unloaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name could not be loaded again: one replica would have said that it has it, and all others that there is none."""
-    scenario = fuzz.read_scenario(SCENARIOS / "an_adapter_is_loaded_too_late.json")
+    scenario = read_scenario(SCENARIOS / "an_adapter_is_loaded_too_late.json")
     assert not fuzz.replay(scenario).violations
     again = OperatorAction(at_s=35.0, kind="load", adapter=1)
     later = fuzz.replay(msgspec.structs.replace(scenario, operations=(*scenario.operations, again)))
@@ -312,7 +313,7 @@ def test_an_adapter_whose_load_is_cancelled_is_unloaded_everywhere(monkeypatch: 
     ],
 )
 def test_what_the_search_found_is_mended(name: str) -> None:
-    assert not fuzz.replay(fuzz.read_scenario(SCENARIOS / f"{name}.json")).violations
+    assert not fuzz.replay(read_scenario(SCENARIOS / f"{name}.json")).violations
 
 
 @pytest.mark.parametrize("name", GRAMMARS)

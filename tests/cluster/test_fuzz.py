@@ -22,6 +22,8 @@ from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import RollingUpdate
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import read_scenario, write_scenario
+from cloister.cluster.virtual.shrinking import shrink
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.poison_requests import Suspect, judge
@@ -124,7 +126,7 @@ def test_a_second_hang_does_not_end_the_first() -> None:
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_scenario_that_broke_a_promise_once_keeps_all(path: Path) -> None:
-    assert fuzz.replay(fuzz.read_scenario(path)).violations == ()
+    assert fuzz.replay(read_scenario(path)).violations == ()
 
 
 # Bugs that are planted, each in place of a method. What they call is the real one.
@@ -368,10 +370,10 @@ def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
     seeds = map(fuzz.scenario_of, range(MOST_SEEDS))
     plain = (scenario for scenario in seeds if not scenario.moves_kv and not scenario.operations)
     found = next(scenario for scenario in plain if fuzz.replay(scenario).violations)
-    small = fuzz.shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
+    small = shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
     assert len(small.jobs) == 1 < len(found.jobs)
-    fuzz.write_scenario(small, tmp_path / "small.json")
-    again = fuzz.replay(fuzz.read_scenario(tmp_path / "small.json"))
+    write_scenario(small, tmp_path / "small.json")
+    again = fuzz.replay(read_scenario(tmp_path / "small.json"))
     assert again == fuzz.replay(small)
     assert again.violations
     monkeypatch.undo()
@@ -382,7 +384,7 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"seed": "x"}')
     for name, said in (("odd.json", "holds no scenario"), ("missing.json", "No such file or directory; check the path")):
         with pytest.raises(ConfigError, match=said):
-            fuzz.read_scenario(tmp_path / name)
+            read_scenario(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -405,4 +407,4 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
 def test_a_scenario_that_cannot_be_is_one_error(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "odd.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        fuzz.read_scenario(tmp_path / "odd.json")
+        read_scenario(tmp_path / "odd.json")

@@ -16,6 +16,7 @@ import pytest
 
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import write_scenario
 from cloister.engine.in_flight import InFlightRequest
 from cloister.launch.scenario import Body, find_impossible, run_on_processes, without_impossible
 from cloister.types.errors import ConfigError
@@ -103,7 +104,7 @@ def test_a_scenario_that_is_told_to_end_leaves_no_process_and_no_folder(on: Body
     before, path = set(Path("/tmp").glob("cl-ray-*")), tmp_path / "scenario.json"
     hang = InjectedFault(at_s=0.1, kind="hang", lasts_s=1000.0)
     late = msgspec.structs.replace(JOBS[0], at_s=1000.0)
-    fuzz.write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
+    write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
     command = [sys.executable, "-m", "cloister.cli", "cluster", "fuzz", "--scenario", str(path), "--on", on]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
         give_up_s = time.monotonic() + START_S
