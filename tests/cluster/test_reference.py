@@ -10,9 +10,9 @@ import pytest
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.checks import JobAnswer
 from cloister.cluster.virtual.engine import EngineShape, make_engine, write_byte_tokenizer
+from cloister.cluster.virtual.job_requests import make_request
 from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job
-from cloister.cluster.virtual.simulation import make_request
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Submit

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
-from cloister.engine.request_client import GRACE_S, RequestClient
+from cloister.engine.request_client import GRACE_S
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
@@ -223,27 +222,6 @@ def max_starts(scenario: Scenario) -> int | None:
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
     num_deaths = MAX_DEATHS * len(killers) + num_moves
     return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
-
-
-def leftovers_of_front(front: RequestClient) -> list[str]:
-    """Returns what a front must not have when all requests have ended."""
-    left = []
-    for replica in front.snapshots():
-        if replica.num_mismatches:
-            left.append(f"replica {replica.index} computed something else than another one")
-    if not isinstance(front, ReplicaSet):
-        return left
-    if front.num_forecasts:
-        left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
-    if front.num_followed:
-        left.append(f"the front still has {front.num_followed} prompts that are followed")
-    if front.num_hot_prefixes:
-        left.append(f"the front still has leases of {front.num_hot_prefixes} prefixes")
-    if front.num_shadows:
-        left.append(f"the front still has {front.num_shadows} shadows of requests")
-    if front.num_places:
-        left.append(f"the front still knows the places of {front.num_places} requests")
-    return left
 
 
 def check_events(run: RunRecord) -> list[str]:

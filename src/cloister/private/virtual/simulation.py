@@ -15,8 +15,10 @@ from typing import Final
 from cloister.cluster.virtual.checks import JobAnswer
 from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
 from cloister.cluster.virtual.event_loop import STUCK
+from cloister.cluster.virtual.job_requests import make_request, prompt_of
 from cloister.cluster.virtual.reference import are_right
-from cloister.cluster.virtual.simulation import RunOutcome, answer_all, make_request, prompt_of
+from cloister.cluster.virtual.simulation import RunOutcome
+from cloister.cluster.virtual.single_engine import answer_all
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.pairing import CARRY
 from cloister.private.virtual.checks import RequestTrail, StatementSeen, check_trail, check_unit_answer
