@@ -17,7 +17,7 @@ import pytest
 
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
+from cloister.cluster.virtual.byte_tokenizer import EOS, VOCAB_SIZE, open_tokenizer
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.cluster.virtual.scenario_files import read_scenario
@@ -319,7 +319,7 @@ def test_what_the_search_found_is_mended(name: str) -> None:
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_rule_lets_the_same_tokens_follow_as_the_grammar(name: str) -> None:
     """The rule knows nothing of the library that follows grammars in engines."""
-    draw, compiler = random.Random(name), GrammarCompiler(fuzz.open_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    draw, compiler = random.Random(name), GrammarCompiler(open_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     beginning, mask = compiler.compile(GRAMMARS[name].write()), np.zeros(compiler.num_words, np.uint32)
     for _ in range(20):
         matcher, rule = beginning.copy(), GRAMMARS[name].rule

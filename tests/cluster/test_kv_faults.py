@@ -16,7 +16,9 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import VirtualNetwork
@@ -206,7 +208,7 @@ def test_a_front_hears_nothing_of_what_the_one_before_it_had_loaded(follows: boo
         loop, draw = asyncio.get_running_loop(), random.Random(1)
         assert isinstance(loop, VirtualEventLoop)
         network = VirtualNetwork(draw, 0.0002)
-        tokenizer, switch = fuzz.open_tokenizer(), KVSwitch(network, draw)
+        tokenizer, switch = open_tokenizer(), KVSwitch(network, draw)
         engine = make_engine(EngineShape(), tokenizer, loop.clock)
         host = Host(0, lambda: engine, network, draw, start_s=0.5, times=LinkTimes(), switch=switch)
         before, after = (LinkTransport(host, draw, Supervision()) for _ in range(2))

@@ -32,7 +32,7 @@ from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import RouterContext
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, Supervision
 from cloister.engine.identity import Identity
 from cloister.engine.replica_snapshot import UpdateProgress

@@ -13,7 +13,8 @@ import pytest
 from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.cluster.virtual.engine import EngineShape, write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, LinkCosts, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.types.errors import ConfigError, MemoryBudgetError
 from cloister.types.events import Ended, Event
 from cloister.types.request import FinishReason, Request, SequenceOutput

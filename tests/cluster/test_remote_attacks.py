@@ -21,7 +21,7 @@ from cloister.cluster.remote.host import MAX_HANDSHAKES, EngineHost
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.session import ANOTHER, NOBODY_LISTENS, HostSession
 from cloister.cluster.remote.wire import CHUNK_BYTES, MAX_FRAME_BYTES, Assembler, ChunkKind, split
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine.child_process import ProcessHandle
 from cloister.engine.identity import Identity
 from cloister.types.errors import ConfigError, EngineError

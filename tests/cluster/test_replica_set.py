@@ -22,7 +22,7 @@ from cloister.cluster import ROUTERS, ReplicaSet, shadow_moves
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision, channel
 from cloister.engine.fork_server import ForkServer, _Template
 from cloister.engine.replica_snapshot import Role

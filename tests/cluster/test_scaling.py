@@ -17,7 +17,7 @@ from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.scaling import GONE, ReplicaAddition, ReplicaRemoval, ScalingController, choose_first
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.core import EngineCore

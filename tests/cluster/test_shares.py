@@ -11,7 +11,9 @@ import pytest
 
 from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.cluster.virtual.engine import EngineShape, TimedRunner, write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
+from cloister.cluster.virtual.engine import TimedRunner
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.text import Tokenizer

@@ -16,7 +16,7 @@ import pytest
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
 from cloister.engine.in_flight import EngineStats

@@ -18,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile

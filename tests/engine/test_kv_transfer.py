@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks

@@ -21,7 +21,7 @@ import msgspec
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.job_requests import make_request
 from cloister.cluster.virtual.leftovers import leftovers_of_front
 from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperationKind, OperatorAction, Scenario

@@ -1,4 +1,4 @@
-"""Drafts of a virtual engine: a drafter that knows what the program will say and is wrong on purpose, and changing lengths."""
+"""Drafts of a virtual engine: a drafter that knows the program and is wrong on purpose, and random draft lengths."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ DraftKind = Literal["none", "chain", "tree"]
 DRAFTER: Final = "foresight"
 MAX_DRAFTS: Final = 6
 RIGHT: Final = 0.75
-"""How often the right token is among the children of a node on the right path."""
+"""Probability that the right token is among the children of a node on the right path."""
 SILENT: Final = 0.1
-"""How often it drafts nothing."""
+"""Probability of an empty draft."""
 
 
 class ForesightDrafter(Drafter):
-    """Drafts what the program will choose, beside wrong tokens or in place of them, as a chain or a tree.
+    """Drafts the tokens that the program will choose, and wrong ones, as a chain or a tree.
 
     Args:
         look: returns the logits that follow the tokens of a sequence.
@@ -100,8 +100,8 @@ def _copy(state: SequenceState) -> SequenceState:
     return replace(state, tokens=state.tokens[:], penalties=penalties, grammar=grammar)
 
 
-class ErraticSpeculation:
-    """Asks for another number of drafts each time (protocol `scheduler.speculation.Speculation`); learns nothing."""
+class RandomSpeculation:
+    """Requests a random number of drafts each time (protocol `scheduler.speculation.Speculation`); learns nothing."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw

@@ -4,24 +4,21 @@ from __future__ import annotations
 
 import logging
 import os
-import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import dataclass, field
-from functools import cache, partial
+from functools import partial
 from multiprocessing import active_children, get_context
-from pathlib import Path
 from signal import SIG_BLOCK, SIG_SETMASK, SIGINT, pthread_sigmask
 from typing import Final
 
 from cloister.cluster.routers import ROUTERS
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
 from cloister.cluster.virtual.drawing import draw_scenario
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import Scenario
 from cloister.cluster.virtual.simulation import RunOutcome, run_scenario
 from cloister.scheduler import POLICIES
-from cloister.text import Tokenizer
 from cloister.types.processes import end_with_parent
 
 CHUNK: Final = 20
@@ -108,12 +105,3 @@ def _run_chunk(run: Callable[[int], RunOutcome], seeds: Sequence[int]) -> SeedTa
         outcome = run(seed)
         tally.add(SeedTally(1, outcome.num_requests, outcome.num_tokens, outcome.faults, (seed,) if outcome.violations else ()))
     return tally
-
-
-@cache
-def open_tokenizer() -> Tokenizer:
-    """Returns the tokenizer of all scenarios."""
-    with tempfile.TemporaryDirectory() as folder:
-        tokenizer = Tokenizer(write_byte_tokenizer(Path(folder)))
-        tokenizer.encode("", parse_special=False)  # it reads its file for the first text, and grammars have it read some
-        return tokenizer

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.cluster.virtual.engine import VOCAB_SIZE, digest_of
+from cloister.cluster.virtual.adapters import adapter_digest
+from cloister.cluster.virtual.byte_tokenizer import VOCAB_SIZE
 from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.cluster.virtual.scenario import Job
 from cloister.types.request import BeamSearch, Request, SamplingParams
@@ -45,7 +46,7 @@ def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, 
             grammar=GRAMMARS[job.grammar].write() if job.grammar else None,
             beams=BeamSearch(width=job.beams, length_penalty=job.length_penalty) if job.beams else None,
         ),
-        adapter=digest_of(job.adapter) if job.adapter else None,
+        adapter=adapter_digest(job.adapter) if job.adapter else None,
         scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
         tenant=f"tenant {job.tenant}",
         priority=job.priority,

@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from cloister.cluster.roles import assign_roles
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.engine.replica_snapshot import Role

@@ -12,7 +12,8 @@ from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch

@@ -1,4 +1,4 @@
-"""The cores of a machine on which engines, their front and its clients compute: who is runnable shares them, by niceness."""
+"""The cores of a machine, shared by the runnable threads of engines, front and clients according to niceness."""
 
 from __future__ import annotations
 

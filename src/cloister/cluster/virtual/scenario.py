@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from cloister.cluster.virtual.drafts import DraftKind
-from cloister.cluster.virtual.engine import PoolKind
+from cloister.cluster.virtual.engine_shape import PoolKind
 from cloister.engine.replica_snapshot import Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]

@@ -1,4 +1,4 @@
-"""Runs a scenario in a virtual cluster, and checks what every run must keep to."""
+"""Runs a scenario in a virtual cluster, with its faults, and checks the invariants of the run."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
+from cloister.cluster.virtual.adapters import adapter_name
 from cloister.cluster.virtual.checks import RECOVERY_S, JobAnswer, check_events, updates_of
-from cloister.cluster.virtual.engine import SLOT_KIB, EngineShape, VirtualEngine, make_engine, name_of
+from cloister.cluster.virtual.engine import SLOT_KIB, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
 from cloister.cluster.virtual.job_requests import make_request, prompt_of
@@ -42,25 +44,25 @@ from cloister.types.request import ModelInfo
 LONGEST_S: Final = 400.0
 """Virtual time within which all requests must have ended."""
 REST_S: Final = RECOVERY_S + 25.0
-"""Virtual time within which the cluster comes to rest after the last request: a hang is noticed within `RECOVERY_S`, and KV
-of a request that the new engine then computes is kept for others for 20 s."""
+"""Maximum virtual time in which the cluster becomes idle after the last request: a hang is noticed within `RECOVERY_S`, and KV
+that the new engine computes is held for others for 20 s."""
 QUIET_S: Final = 6.0
-"""A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
+"""A cluster without leftovers for this time stays so: by then lost links are noticed and lost frames are sent again."""
 LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
 SCALE_DOWN_S: Final = 0.5
 UPDATE_LOOK_S: Final = 0.05
 MANY: Final = 1_000_000
 NUM_RESTARTS: Final = 20
-"""More than faults and requests that kill can use up, so that no front gives an engine up."""
+"""More restarts than faults and killing requests can use up, so that no front gives up an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run showed.
+    """The outcome of a run.
 
     Attributes:
-        violations: what must not be, each in one line.
+        violations: broken invariants, one line each.
         digest: of all messages and events in order, with their times; equal for equal runs.
         faults: how many were injected, by kind.
         num_requests, num_tokens: requests accepted, and tokens that their clients got.
@@ -162,15 +164,15 @@ class _Simulation:
         await self._start_front()
         async with asyncio.TaskGroup() as group:
             for number, answer in enumerate(self.answers):
-                group.create_task(self._work(number, answer))
+                group.create_task(self._run_job(number, answer))
             for fault in self.scenario.faults:
-                group.create_task(self._break(fault))
+                group.create_task(self._inject(fault))
             for operation in self.scenario.operations:
                 group.create_task(self._operate(operation))
-        await self._rest()
+        await self._settle()
 
     def outcome(self, violations: Sequence[str]) -> RunOutcome:
-        """Returns what the run showed."""
+        """Returns the outcome of the run."""
         return RunOutcome(
             tuple(violations),
             self.network.digest.hexdigest(),
@@ -203,7 +205,7 @@ class _Simulation:
         return next((host for host in reversed(self.hosts_of[replica]) if host.process is not None), self.hosts[replica])
 
     def _has_trouble(self, trouble: UpdateTrouble, weights: int, replica: int | None, update: OperatorAction | None) -> bool:
-        """Whether something is wrong with an engine that an update brings, of all replicas or of one."""
+        """Whether an engine that an update starts has this trouble, on all replicas or on one."""
         if update is None or update.trouble != trouble or replica not in (None, update.replica):
             return False
         return weights == update.weights or (update.weights is None and replica is not None)
@@ -269,7 +271,7 @@ class _Simulation:
         )
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
-        """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
+        """Adds a KV source to a submitted request, as a controller could; the source may not have the KV."""
         if not (isinstance(message, Submit) and self.scenario.moves_kv):
             return [message]
         served = self.served.setdefault(message.request.tenant, set())
@@ -287,7 +289,7 @@ class _Simulation:
             *([HoldKV(message.request.request_id, 1.0)] if self.draw.random() < 0.2 else []),
         ]
 
-    async def _work(self, number: int, answer: JobAnswer) -> None:
+    async def _run_job(self, number: int, answer: JobAnswer) -> None:
         """Sends a request and takes what comes."""
         await asyncio.sleep(answer.job.at_s)
         answer.sent_s = self.loop.time()
@@ -307,7 +309,7 @@ class _Simulation:
         self.open.pop(number, None)
 
     async def _follow(self, answer: JobAnswer, front: ReplicaSet) -> None:
-        if answer.job.adapter and name_of(answer.job.adapter) not in front.adapters.loaded:
+        if answer.job.adapter and adapter_name(answer.job.adapter) not in front.adapters.loaded:
             answer.refusal = "the front knows no such adapter"
             return
         try:
@@ -315,7 +317,7 @@ class _Simulation:
         except CloisterError as error:
             answer.refusal = error.message
 
-    async def _break(self, fault: InjectedFault) -> None:
+    async def _inject(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.at_s)
         self.faults[fault.kind] += 1
         host = self._host_of(fault.replica)
@@ -336,7 +338,7 @@ class _Simulation:
             case "refuse_start":
                 host.refuses_starts = int(fault.amount)
             case "network" | "cut":
-                await self._disturb(fault)
+                await self._disturb_network(fault)
             case "restart_router":
                 await self._restart_front()
             case "clock_jump":
@@ -356,8 +358,8 @@ class _Simulation:
             await operate(front, operation, self.answers)
 
     async def _change_adapter(self, front: ReplicaSet, operation: OperatorAction) -> None:
-        """Loads or unloads an adapter; one that cannot be is an error of the operator, who may also go before it is loaded."""
-        name = name_of(operation.adapter)
+        """Loads or unloads an adapter. A refusal is the operator's error, and an operator may cancel the call."""
+        name = adapter_name(operation.adapter)
         with contextlib.suppress(CloisterError, TimeoutError):
             if operation.kind == "load":
                 async with asyncio.timeout(operation.cancelled_after_s):
@@ -377,11 +379,11 @@ class _Simulation:
         while (progress := front.update_progress) is not None and progress.is_running and self.loop.time() < ends_s:
             await asyncio.sleep(UPDATE_LOOK_S)
 
-    async def _disturb(self, fault: InjectedFault) -> None:
+    async def _disturb_network(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
             path = NetworkPath(is_cut=True)
         else:
-            path = NetworkPath(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
+            path = NetworkPath(loss_rate=fault.amount, repeat_rate=fault.amount, jitter_s=fault.jitter_s)
         ways = {"both": (True, False), "to_engine": (True,), "to_front": (False,)}[fault.ways]
         hosts = list(self.hosts_of[fault.replica])
         for host in hosts:
@@ -410,8 +412,8 @@ class _Simulation:
             with contextlib.suppress(CloisterError):  # an engine cannot be reached; an operator's supervisor tries again
                 await self._start_front()
 
-    async def _rest(self) -> None:
-        """Waits until nothing is left and nothing comes after it, and says what is left for too long."""
+    async def _settle(self) -> None:
+        """Waits until the cluster has no leftovers for `QUIET_S`, records those that remain, and drains it."""
         ends_s, quiet_s = self.loop.time() + REST_S, 0.0
         while quiet_s < QUIET_S and self.loop.time() < ends_s:
             await asyncio.sleep(LOOK_EVERY_S)

@@ -8,8 +8,9 @@ from dataclasses import replace
 import msgspec
 
 from cloister.cluster.virtual.checks import JobAnswer, RunRecord, check_answer, updates_of
-from cloister.cluster.virtual.engine import EngineShape, make_engine
-from cloister.cluster.virtual.reference import are_right
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
+from cloister.cluster.virtual.reference import match_program
 from cloister.cluster.virtual.scenario import NUM_ADAPTERS
 from cloister.engine.core import EngineCore
 from cloister.text import Tokenizer
@@ -26,8 +27,8 @@ def check_answers(run: RunRecord, shape: EngineShape, tokenizer: Tokenizer) -> l
     weights = sorted({0, *(update.weights or 0 for update in updates_of(run.scenario))})
     plain = replace(shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
     shapes = [replace(plain, weights=each) for each in weights]
-    if are_right(run.answers, shapes[0]) or (
-        len(shapes) > 1 and all(any(are_right([a], shape) for shape in shapes) for a in run.answers)
+    if match_program(run.answers, shapes[0]) or (
+        len(shapes) > 1 and all(any(match_program([a], shape) for shape in shapes) for a in run.answers)
     ):
         return [wrong for answer in run.answers for wrong in check_answer(answer, answer.as_given(), run)]
     alone = [_answer_alone(run.answers, shape, tokenizer) for shape in shapes]
@@ -35,7 +36,7 @@ def check_answers(run: RunRecord, shape: EngineShape, tokenizer: Tokenizer) -> l
     for number, answer in enumerate(run.answers):
         each = [check_answer(answer, of_shape[number].as_given(), run) for of_shape in alone]
         found += next((wrong for wrong in each if not wrong), each[0])
-        if not all(are_right([of_shape[number]], shape) for of_shape, shape in zip(alone, shapes, strict=True)):
+        if not all(match_program([of_shape[number]], shape) for of_shape, shape in zip(alone, shapes, strict=True)):
             found.append(f"{answer.request.request_id}: one engine alone says something else than the program")
     return found
 

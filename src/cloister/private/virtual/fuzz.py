@@ -9,7 +9,7 @@ from typing import Final
 
 import msgspec
 
-from cloister.cluster.virtual.fuzz import open_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
 from cloister.cluster.virtual.scenario_files import describe_mistake
 from cloister.cluster.virtual.shrinking import shrink_by, simplify_job
 from cloister.cluster.virtual.simulation import RunOutcome
