@@ -20,14 +20,10 @@ from hypothesis import strategies as st
 
 from cloister.cluster import ROUTERS
 from cloister.cluster.backend import placer, ray_folder
-from cloister.cluster.backend.placer import (
-    PlacedReplicas,
-    RayPlacer,
-    RaySettings,
-    choose_num_cpus,
-    driver_variables,
-    share_memory,
-)
+from cloister.cluster.backend.node_resources import choose_num_cpus, share_memory
+from cloister.cluster.backend.placed_replicas import PlacedReplicas
+from cloister.cluster.backend.placer import RayPlacer, driver_variables
+from cloister.cluster.backend.ray_messages import RaySettings
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
@@ -77,10 +73,9 @@ def make_replicas(
         return EngineClient(transport, make_config(path))
 
     context = RouterContext(PrefixKeys("history", BLOCK_SIZE), random.Random(0))
-    return PlacedReplicas(
+    replicas = PlacedReplicas(
         [make(entry, index) for index, entry in enumerate(entries)],
         lambda model: ROUTERS.get("round_robin")(context),
-        placer,
         ClusterConfig(),
         BLOCK_SIZE,
         avoids_slow=False,
@@ -88,6 +83,8 @@ def make_replicas(
         release=EngineRelease("old", lambda index, lora: make(entries[0], index)),
         make_release=lambda model: EngineRelease(model, lambda index, lora: make(new, index)),
     )
+    replicas.placer = placer
+    return replicas
 
 
 @asynccontextmanager

@@ -26,7 +26,9 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cloister.cluster.backend.loop_watch import LoopWatch
-from cloister.cluster.backend.placer import (
+from cloister.cluster.backend.node_resources import choose_num_cpus, share_memory
+from cloister.cluster.backend.ray_folder import remove_folder
+from cloister.cluster.backend.ray_messages import (
     Connected,
     DriverCommand,
     DriverReport,
@@ -36,10 +38,7 @@ from cloister.cluster.backend.placer import (
     RayFailed,
     RaySettings,
     StartHost,
-    choose_num_cpus,
-    share_memory,
 )
-from cloister.cluster.backend.ray_folder import remove_folder
 from cloister.cluster.remote.host_process import HostProcess
 from cloister.types.errors import EngineError
 
