@@ -266,9 +266,9 @@ def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
 
 
 def take_any_weights(
-    states: ReplicaStates, found: InFlightRequest | None = None, but: int | None = None
+    states: ReplicaStates, found: InFlightRequest | None = None, excluding: int | None = None
 ) -> list[ReplicaSnapshot]:
-    return states.accepting(but)
+    return states.accepting(excluding)
 
 
 async def exchange_at_once(update: RollingUpdate, index: int, client: EngineClient) -> EngineClient:
@@ -299,7 +299,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
     "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),
     "a request is blamed for a death that had other causes": (in_flight, "judge", blame_the_first),
-    "requests computed again count as those of clients": (ReplayVerifier, "has_sent", know_nothing),
+    "requests computed again count as those of clients": (ReplayVerifier, "is_replay", know_nothing),
     "another replica counts as slow": (ReplicaSpeeds, "_judge", name_another_one),
     "a request does not wake an idle engine": (EngineClient, "_want", want_nothing),
     "an engine counts as idle though it computes": (IdleTimer, "note_use", note_nothing),
@@ -308,11 +308,11 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what two engines said is passed on twice": (Shadow, "news", say_all_again),
     "a request is open at both engines that compute it": (InFlightRequests, "add_shadow", pass_on_shadows),
     "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
-    "an answer goes on with other weights": (ReplicaStates, "able", take_any_weights),
+    "an answer goes on with other weights": (ReplicaStates, "candidates", take_any_weights),
     "a replica that has requests gets another engine": (RollingUpdate, "_exchange", exchange_at_once),
     "a failed update leaves both weights": (RollingUpdate, "_roll_back", leave_both_weights),
     "a replica is stopped and its engine is not": (EngineClient, "rest", rest_in_words),
-    "a replica that is stopped gets requests": (ReplicaStates, "scaled", property(lambda states: set())),
+    "a replica that is stopped gets requests": (ReplicaStates, "inactive", property(lambda states: set())),
 }
 
 

@@ -269,10 +269,10 @@ def test_a_driver_whose_end_is_cancelled_is_ended_by_the_next_call(monkeypatch: 
 def test_a_process_ends_when_its_event_loop_stands_still_for_too_long(blocks_s: float, status: int) -> None:
     program = f"""
 import asyncio, time
-from cloister.cluster.backend.loop_watch import LoopWatch
+from cloister.cluster.backend.loop_watchdog import LoopWatchdog
 
 async def main():
-    watch = LoopWatch(2.0)
+    watch = LoopWatchdog(2.0)
     watch.start()
     beating = asyncio.create_task(watch.beat())
     for _ in range(4):

@@ -371,7 +371,7 @@ def test_a_replica_says_that_it_is_slow_or_drained_and_what_an_operator_did_coun
     engines.client._states.speeds._speeds[1].is_slow = True
     engines.client._states.draining.add(2)
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["running", "slow", "drained"]
-    engines.client._verifier.odd.add(1)
+    engines.client._verifier.suspicious.add(1)
     assert engines.client.snapshots()[1].state == "suspicious"
     engines.client._states.draining.add(1)
     engines.client.submit(make_request("a", max_tokens=2), lambda output: None)

@@ -1,4 +1,5 @@
-"""What controllers and operators do to replicas, as counts: in the log, and for metrics. Nothing of a request is noted."""
+"""Counts and logs the actions of controllers and operators on replicas, for the log and metrics. Holds nothing about
+requests."""
 
 from __future__ import annotations
 

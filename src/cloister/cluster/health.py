@@ -1,9 +1,9 @@
-"""Finds replicas that are slower than the others, and says which of them get requests. Pure: no clock, no I/O.
+"""Detects replicas that are slower than the others, and decides which of them get requests. Pure: no clock, no I/O.
 
 Each replica has a cost model of its own steps (`scheduler.budget.StepCost`). A step is compared with what the models of the
-others predict for its size, so a replica is not slow because it has more to do. What slows the others at the same time is taken
-off, since replicas may share cores. What counts is the median of the last steps: one that another program held up changes
-nothing. Between SLOW and WELL nothing changes, so no replica comes and goes.
+others predict for its size, so a replica is not slow because it has more to do. A slowdown that the others have at the same
+time is subtracted, since replicas may share cores. The median of the last steps counts, so that a single late step changes
+nothing. Between SLOW and WELL the state does not change (hysteresis).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ WELL: Final = 1.3
 NUM_STEPS: Final = 32
 """Steps whose median counts."""
 SLOW_FOR_S: Final = 5.0
-"""A replica is slow if it has been so for so long: when the load changes, one replica knows new times before the others do."""
+"""Minimum duration of slowness: when the load changes, one replica knows the new step times before the others do."""
 MIN_MEASURED: Final = 3
 """A cost model predicts steps of a size of which it has measured so many: beyond, it would guess."""
 PROBE_S: Final = 10.0
-"""A slow replica gets one request after this time, which shows whether it is well; then after twice that time, and so on."""
+"""A slow replica gets a probe request after this time, then after twice that time, and so on."""
 MAX_PROBE_S: Final = 300.0
 FADE_S: Final = 5.0
-"""Half of what a replica seemed slow by is forgotten in this time without a step: what held it up may be over."""
+"""Half-life of a replica's measured slowness while it makes no steps: the cause may be gone."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,10 +1,10 @@
-"""Has replicas with less to do copy prefixes that many requests begin with, under a lease that all copies share. Pure: no
-clock, no I/O; it takes `now`, and randomness is given.
+"""Replicates hot prefixes to less loaded replicas, under a lease that all copies share. Pure: no clock, no I/O; it takes `now`,
+and randomness is given.
 
-A prefix is known by its prefix key, whose chain begins with the scope: nothing is found by text, and nothing of two scopes
-together. The replica that has it keeps it under a lease, and so do those that copy it. All leases of a prefix are renewed
-together and end together: when few requests begin with it any more, when the replica that computed it has dropped it, and by
-themselves when nobody renews them.
+A prefix is identified by its prefix key, whose chain begins with the scope: prefixes are never compared by text or across
+scopes. The replica that computed it keeps it under a lease, and so do those that copy it. All leases of a prefix are renewed
+together and end together: when few requests begin with it any more, when its owner has dropped it, or when they are not
+renewed.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ DUPLICATION_THREAT: Final = ThreatProfile(
 )
 
 MAX_KEYS: Final = 65_536
-"""Keys whose requests are counted; beyond it, those that were seen longest ago are forgotten."""
+"""Maximum number of keys whose requests are counted; the least recently seen are forgotten."""
 MAX_PREFIXES: Final = 16
-"""Prefixes that have copies at once."""
+"""Maximum number of prefixes with leases."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +67,11 @@ LeaseAction = LeaseOrder | LeaseRenewal
 
 @dataclass(slots=True)
 class _KeyHeat:
-    """How many requests with a key came to each replica lately: each counts half after `HotPrefixes.half_life_s`.
+    """Decayed count of requests with a key, by replica: each counts half after `HotPrefixes.half_life_s`.
 
     Attributes:
-        at_s: to which time they are counted.
-        noted_s: when the last one came.
+        at_s: time to which the counts are decayed.
+        noted_s: time of the last request.
     """
 
     scope: Scope
@@ -80,7 +80,7 @@ class _KeyHeat:
     by_replica: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def cool(self, now: float, half_life_s: float) -> None:
-        """Lets time pass."""
+        """Decays the counts to `now`."""
         factor = 0.5 ** ((now - self.at_s) / half_life_s)
         for index in self.by_replica:
             self.by_replica[index] *= factor
@@ -108,18 +108,18 @@ class _HotPrefix:
 
 
 class HotPrefixes:
-    """Finds hot prefixes, and says which replicas copy, keep and drop them.
+    """Finds hot prefixes, and decides which replicas copy, keep and drop them.
 
     Args:
         keys: computes the prefix keys of requests, as the replicas do.
         draw: names leases, and chooses among replicas that are equal.
-        hot: so many requests lately make a prefix hot.
-        cold: its copies go when there are fewer than so many.
+        hot: decayed number of requests from which a prefix is hot.
+        cold: decayed number of requests below which its copies are dropped.
         half_life_s: a request counts half after this time.
-        min_tokens: of a prefix that is worth a copy.
-        min_skew: the replica with the prefix has at least so many requests more than one that gets a copy.
-        lease_s, renew_s: how long a lease is, and how often it is renewed.
-        rest_s: a copy that failed is not tried again for so long.
+        min_tokens: minimum length of a prefix that is copied.
+        min_skew: the owner has at least this many more requests than a replica that gets a copy.
+        lease_s, renew_s: duration of a lease, and interval of its renewals.
+        rest_s: delay before a failed copy is tried again.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class HotPrefixes:
             self._candidates[keys[num_hot - 1]] = _cut(request, num_hot * self._chain.block_size)
 
     def decide(self, replicas: Sequence[ReplicaSnapshot], now: float) -> list[LeaseAction]:
-        """Returns what is due, at most one new lease of each prefix.
+        """Returns the actions that are due, at most one new lease for each prefix.
 
         Args:
             replicas: all that have the same weights.
@@ -194,7 +194,7 @@ class HotPrefixes:
         return actions
 
     def note_leased(self, name: str, index: int, num_tokens: int, now: float) -> list[LeaseAction]:
-        """A replica has a lease, or has none (any more). Returns what follows."""
+        """Notes that a replica has a lease, or has none any more (`num_tokens` 0); returns the actions that follow."""
         found = self._prefixes.get(name)
         if found is None or index not in found.leased:
             return [] if not num_tokens else [LeaseRenewal(index, name, 0.0)]  # it was ended meanwhile
@@ -216,7 +216,7 @@ class HotPrefixes:
         return None if found is None else found.request
 
     def lose(self, index: int) -> list[LeaseAction]:
-        """The engine of a replica has ended: what it had is gone, and with it the copies of what it computed."""
+        """Notes that the engine of a replica has ended; the copies of prefixes that it computed are dropped."""
         for heat in self._heat.values():
             heat.by_replica.pop(index, None)
         actions: list[LeaseAction] = []
@@ -227,7 +227,7 @@ class HotPrefixes:
         return actions
 
     def forget(self, scope: Scope) -> list[LeaseAction]:
-        """All that is cached of a scope is dropped."""
+        """Ends all leases of a scope whose cache is dropped."""
         gone = [name for name, found in self._prefixes.items() if found.request.scope == scope]
         actions = [action for name in gone for action in self._end(name)]
         self._candidates = {key: request for key, request in self._candidates.items() if request.scope != scope}
@@ -242,7 +242,7 @@ class HotPrefixes:
         return heat.total
 
     def _lease_for(self, key: bytes, now: float) -> float:
-        """Returns how long a lease may be: no longer than the scope keeps what nothing asks for. 0: there may be none."""
+        """Returns the duration of a lease, limited by the scope's cache lifetime; 0 if it is over."""
         heat = self._heat.get(key)
         if heat is None:
             return 0.0
@@ -271,7 +271,7 @@ class HotPrefixes:
         return actions
 
     def _spread(self, key: bytes, replicas: dict[int, ReplicaSnapshot], now: float) -> LeaseOrder | None:
-        """Returns the next lease of a hot prefix: of the replica that has it, then of one that copies it."""
+        """Returns the next lease of a hot prefix: first for its owner, then for a replica that copies it."""
         name = next((name for name, found in self._prefixes.items() if found.key == key), None)
         found = None if name is None else self._prefixes[name]
         heat = self._heat[key]
@@ -295,7 +295,7 @@ class HotPrefixes:
         return LeaseOrder(target, found.request, lease_s, source=owner)
 
     def _find_owner(self, key: bytes, heat: _KeyHeat, replicas: dict[int, ReplicaSnapshot]) -> int | None:
-        """Returns the replica that had most requests with a prefix."""
+        """Returns the replica that got most requests with a prefix."""
         able = [
             (count, index)
             for index, count in heat.by_replica.items()

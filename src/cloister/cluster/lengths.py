@@ -1,8 +1,8 @@
-"""How many tokens an answer will have, from what is known of a request without its text. Pure: no clock, no I/O.
+"""Predicts the lengths of answers from request parameters, never from text. Pure: no clock, no I/O.
 
 Lengths are learned as survival curves (Kaplan and Meier 1958): an answer that was cut off, by `max_tokens` or because its
-client left, says only that it would have been longer. What a curve says of an answer that already has some tokens is its mean
-residual life, which grows with them where lengths have a heavy tail. (decisions/0027)
+client left, counts as censored. The prediction for an answer that already has some tokens is its mean residual life, which
+grows with them if lengths have a heavy tail. (decisions/0027)
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Group = tuple[int, ...]
 
 
 class LengthPredictor(Protocol):
-    """Predicts the lengths of answers. It may be wrong by any factor: what uses it must stay right."""
+    """Predicts the lengths of answers. It may be wrong by any factor: its users must remain correct."""
 
     def expect(self, request: Request, num_done: int = 0) -> float:
         """Returns how many tokens an answer is expected to get beyond the `num_done` that it has."""
@@ -204,7 +204,7 @@ class _Curve:
 
 
 class LengthForecasts:
-    """What is predicted of the requests in flight, and how wrong it was.
+    """Length predictions for the requests in flight, and their errors.
 
     Attributes:
         errors: of the answers that have ended.

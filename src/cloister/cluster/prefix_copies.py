@@ -1,4 +1,4 @@
-"""Performs what `HotPrefixes` says: leases of prefixes at replicas, and copies from one to another (decisions/0052)."""
+"""Performs the decisions of `HotPrefixes`: leases of prefixes, and copies between replicas (decisions/0052)."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class PrefixCopies:
             self.look()
 
     def look(self) -> None:
-        """Does what is due."""
+        """Performs the actions that are due."""
         self._perform(self._controller.decide(self._list_replicas(), self._clock.now()))
 
     def take_reply(self, index: int, reply: PrefixLeased) -> None:

@@ -36,7 +36,7 @@ def may_replay(request: Request) -> bool:
     return is_fixed and sampling.beams is None and request.pooling is None and not request.images
 
 
-def find_odd(answers: Mapping[int, Answer]) -> int | None:
+def find_outlier(answers: Mapping[int, Answer]) -> int | None:
     """Returns the replica whose answer differs from that of all others, which agree; None if there is no such majority."""
     counts = Counter(answers.values())
     if len(answers) < 3 or len(counts) != 2:
@@ -93,24 +93,24 @@ class ReplayVerifier:
     """Chooses requests, computes them again and compares.
 
     Only replicas with the same weights are compared (`cluster.rolling_update`). One request at a time, and only where nothing
-    waits. If two replicas differ, a third one computes the request too, and the odd one is drained.
+    waits. If two replicas differ, a third one computes the request too, and the outlier is drained.
 
     Args:
         rate: share of the requests with one possible answer.
         draw: source of randomness, of requests, replicas and scopes; it must be secure where others send requests.
 
     Attributes:
-        odd: replicas that computed wrongly, which must get no requests any more.
+        suspicious: replicas that computed wrongly, which must get no requests any more.
         num_mismatches: for each replica, how often another one computed something else and no third one sided with it.
         num_replays: answers that were computed again.
-        list_absent: returns the replicas without engines, which must not be asked.
+        list_inactive: returns the replicas without engines, which must not be asked.
     """
 
     def __init__(self, replicas: Sequence[EngineClient], rate: float, draw: random.Random) -> None:
-        self.odd: set[int] = set()
+        self.suspicious: set[int] = set()
         self.num_mismatches = [0] * len(replicas)
         self.num_replays = 0
-        self.list_absent: Callable[[], Collection[int]] = tuple
+        self.list_inactive: Callable[[], Collection[int]] = tuple
         self._own_ids: set[str] = set()
         self._replicas, self._rate, self._draw = replicas, rate, draw
         self._recorders: dict[str, _Recorder] = {}
@@ -133,13 +133,13 @@ class ReplayVerifier:
         """Called when a request's client leaves, and when another replica continues it: no single one computed it then."""
         self._recorders.pop(request_id, None)
 
-    def has_sent(self, request_id: str) -> bool:
+    def is_replay(self, request_id: str) -> bool:
         """Whether a request is one that is computed again."""
         return request_id in self._own_ids
 
     def owns(self, event: Event) -> bool:
         """Whether an event is of a request that is computed again; listeners must not hear of those."""
-        if isinstance(event, Stepped) or not self.has_sent(event.request_id):
+        if isinstance(event, Stepped) or not self.is_replay(event.request_id):
             return False
         if isinstance(event, Ended) and event.last:
             self._own_ids.discard(event.request_id)
@@ -174,7 +174,7 @@ class ReplayVerifier:
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
             is_free = snapshot.is_accepting and not snapshot.num_waiting
-            is_there = index != replica and index not in self.odd and index not in self.list_absent()
+            is_there = index != replica and index not in self.suspicious and index not in self.list_inactive()
             if is_there and is_free and client.fingerprint == computed.fingerprint:
                 free.append((index, self._engine(index)))
         return self._draw.sample(free, min(2, len(free)))
@@ -198,16 +198,16 @@ class ReplayVerifier:
         return answer
 
     def _judge(self, answers: Mapping[int, Answer]) -> None:
-        odd = find_odd(answers)
-        for index in answers if odd is None else (odd,):
+        outlier = find_outlier(answers)
+        for index in answers if outlier is None else (outlier,):
             self.num_mismatches[index] += 1
-        if odd is None:
+        if outlier is None:
             names = " and ".join(str(index) for index in sorted(answers))
             _logger.error("replicas %s computed different tokens for one request; nothing says which of them is right", names)
             return
-        self.odd.add(odd)
+        self.suspicious.add(outlier)
         _logger.critical(
             "replica %d computed other tokens than two others; it gets no requests any more. Check the memory of its machine,"
             " and restart the server",
-            odd,
+            outlier,
         )

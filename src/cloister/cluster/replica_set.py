@@ -64,11 +64,11 @@ class ReplicaSet(RequestClient):
 
     Args:
         replicas: a client for each engine, all with the same settings; at least one.
-        make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
+        make_router: makes a router for a model; called twice, for prefill and for decode.
         block_size: tokens of a KV block of the engines.
         avoids_slow: slow replicas get no requests; False: they are only reported.
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
-        draw: chooses those, and whom `rebalance` moves where.
+        draw: source of randomness of all controllers.
         make_predictor: makes a predictor of lengths, if the router asks for one.
         make_hot_prefixes: makes what decides which prefixes other replicas copy; None: they copy none.
         release: what `replicas` were made of; None if there can be no update.
@@ -161,7 +161,7 @@ class ReplicaSet(RequestClient):
         return scaling
 
     def _connect(self, index: int, replica: EngineClient) -> None:
-        """Hears of what a replica does from now on."""
+        """Subscribes to the events of a replica."""
         replica.number(index)
         replica.subscribe(partial(self._observe, index))
         replica.subscribe(partial(self._note_speed, index))
@@ -222,7 +222,7 @@ class ReplicaSet(RequestClient):
         if self._make_hot_prefixes is not None:
             controller = self._make_hot_prefixes(model)
             self._copies = self._states.copies = PrefixCopies(
-                self._replicas, controller, self._states.with_wanted_weights, self._routing.note_copy, self._clock
+                self._replicas, controller, self._states.with_preferred_weights, self._routing.note_copy, self._clock
             )
 
     async def drain(self, timeout_s: float) -> None:
@@ -267,7 +267,7 @@ class ReplicaSet(RequestClient):
             for index in by_index
             if self._states.speeds.is_slow(index)
         ]
-        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
+        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.suspicious)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
         is_resting = all(health.is_idle or health.is_starting for health in each)
@@ -391,7 +391,7 @@ class ReplicaSet(RequestClient):
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
         request_id = found.request.request_id
-        if self._verifier.has_sent(request_id):
+        if self._verifier.is_replay(request_id):
             return False  # it asks this replica, and waits for its next engine
         placement = self._find_next(lost, found)
         if placement is None:
@@ -460,7 +460,7 @@ class ReplicaSet(RequestClient):
     # Events
 
     def _follow_up(self, index: int) -> None:
-        """Does what a message of a replica makes possible."""
+        """Advances hand-offs and moves after a message of a replica."""
         self._hand_offs.advance(index)
         self._moves.shadows.advance(index)
 

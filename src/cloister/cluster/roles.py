@@ -1,5 +1,5 @@
-"""Roles of replicas: prompts are computed by some, answers by others (DistServe, Zhong et al. 2024; Splitwise, Patel et al.
-2024; two-level scheduling and flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O; randomness is given.
+"""Roles of replicas: prefill, decode, or both (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024; two-level scheduling
+and role flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O; randomness is given.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """Where a request begins.
+    """Where a request starts.
 
     Attributes:
         index: of the replica.
-        hands_off: another one goes on after the first token.
+        hands_off: another replica continues after the first token.
         source: index of a replica whose KV of the prompt is copied first; None for none.
     """
 
@@ -73,8 +73,8 @@ class RoutingDecision:
 
 
 class RoleRouter:
-    """Places requests on replicas with roles, at two levels: a router for where prompts are computed, and another one for where
-    answers go on. So answers do not change whose turn it is to compute a prompt.
+    """Routes requests to replicas with roles, by one router for prefill and another for decode, so that placements of answers
+    do not affect those of prompts.
 
     Args:
         block_size: tokens of a KV block; shorter prompts have no KV that could move.
@@ -86,11 +86,11 @@ class RoleRouter:
 
     @property
     def predicts_lengths(self) -> bool:
-        """Whether what is expected of answers decides something."""
+        """Whether routing uses predicted answer lengths."""
         return self._prefill.predicts_lengths
 
     def place(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> RoutingDecision:
-        """Returns where a request begins. `replicas` are those that accept requests, at least one.
+        """Returns where a request starts. `replicas` are those that accept requests, at least one.
 
         Raises:
             QueueFullError: the router refuses the request.
@@ -103,7 +103,7 @@ class RoleRouter:
         return RoutingDecision(index, hands_off=role == "prefill" and request.pooling is None, source=source)
 
     def place_decode(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int | None:
-        """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""
+        """Returns the decode replica of a request with its first token; None if none of `replicas` decodes."""
         decoders = [replica for replica in replicas if replica.can_decode]
         return self._decode.pick_decoder(request, decoders) if decoders else None
 
@@ -120,7 +120,7 @@ class RoleRouter:
     def _choose_pool(
         self, request: Request, replicas: Sequence[ReplicaSnapshot], whole: Sequence[ReplicaSnapshot]
     ) -> Sequence[ReplicaSnapshot]:
-        """Returns the replicas among which the prompt is computed: all that do so, or those that go on with the answer too."""
+        """Returns the replicas among which to choose for the prompt: all that prefill, or those that decode the answer too."""
         prefillers = [replica for replica in replicas if replica.can_prefill]
         if not prefillers:
             return whole

@@ -84,7 +84,7 @@ class WorkerUnit(ReplicaSet):
             self._replicas[index].give_up()
 
     def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
-        able = [replica for replica in self._states.able(found) if replica.can_decode or not found.has_output]
+        able = [replica for replica in self._states.candidates(found) if replica.can_decode or not found.has_output]
         at_home = [replica for replica in able if replica.index < self._num_own]
         if (placement := self._routing.find_place(found, among=at_home)) is not None:
             return placement
