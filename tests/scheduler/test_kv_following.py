@@ -7,7 +7,7 @@ import pytest
 
 from cloister.kv import NO_BLOCK, KVObject
 from cloister.kv.objects import KVHeader
-from cloister.scheduler.kv_exports import LAST_TOKENS, cut_prompt
+from cloister.scheduler.kv_exports import LAST_TOKENS, limit_followed_chunk
 from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
 from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
 from cloister.types.events import Ended, KVLoaded, PrefillDone, Resumption, Scheduled
@@ -311,7 +311,7 @@ def test_a_flood_at_the_source_does_not_change_what_is_sent():
 def test_a_prompt_is_cut_into_steps_that_end_with_a_block_and_the_last_one_is_short(block_size, num_tokens):
     steps, start = [], 0
     while start < num_tokens:
-        steps.append(cut_prompt(start, num_tokens - start, block_size))
+        steps.append(limit_followed_chunk(start, num_tokens - start, block_size))
         start += steps[-1]
         assert start == num_tokens or start % block_size == 0
     assert sum(steps) == num_tokens

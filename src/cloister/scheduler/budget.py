@@ -25,6 +25,8 @@ BUDGET_THREAT = ThreatProfile(
 
 MAX_STEP_S = 2.0
 """Upper limit of a step without decodes: longer steps gain nothing, and a watchdog would treat them as a stall."""
+FORGETTING = 0.995
+"""Weight of the past at each step of the fit: about 200 steps are remembered."""
 _SCALE = (1.0, 1e3, 1e6, 1e4)  # scale of each feature, so that the fit is well conditioned
 _FIRST_VARIANCE = 1e4
 _MAX_TRACE = 1e6
@@ -67,13 +69,9 @@ class StepCost:
     Errors are relative to the step's time: a short decode step weighs as much as a long prefill step, because stalls are
     measured against the short ones. The covariance is kept as its square root (Potter's update; Bierman 1977, section II.2):
     rounding can then never make it indefinite, which the plain form became after some thousand steps.
-
-    Args:
-        forgetting: weight of the past at each step; 0.995 remembers about 200 steps.
     """
 
-    def __init__(self, forgetting: float = 0.995) -> None:
-        self._forgetting = forgetting
+    def __init__(self) -> None:
         self._theta = [0.0 for _ in _SIZE]
         self._root = [[math.sqrt(_FIRST_VARIANCE) if i == j else 0.0 for j in _SIZE] for i in _SIZE]
         self._spread = 0.0
@@ -108,7 +106,7 @@ class StepCost:
         self._spread += (abs(error) / doubt - self._spread) / min(self.num_learned + 1, 50)
         # Similar steps carry no information about other directions; forgetting there would make the covariance grow without
         # limit.
-        keep = self._forgetting if sum([_dot(row, row) for row in root]) < _MAX_TRACE else 1.0
+        keep = FORGETTING if sum([_dot(row, row) for row in root]) < _MAX_TRACE else 1.0
         alpha = keep + novelty
         px = [_dot(row, f) for row in root]
         self._theta = [t + p / alpha * error for t, p in zip(self._theta, px, strict=True)]

@@ -184,7 +184,7 @@ class KVExports:
                 export.entries.append(KVEntry(entry, query.keys[entry], blocks))
 
 
-def cut_prompt(start: int, num_left: int, block_size: int) -> int:
+def limit_followed_chunk(start: int, num_left: int, block_size: int) -> int:
     """Returns how many of the positions that are left of a prompt its next step may compute at most, so that another engine
     loads them while the rest is computed (decisions/0037).
 

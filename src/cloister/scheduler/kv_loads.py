@@ -114,7 +114,7 @@ class KVLoads:
             return
         self._ask(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
 
-    def restore(
+    def begin_restore(
         self, sequence: SequenceRecord, keys: Sequence[bytes], tier: str, num_promised: list[int], timeout_s: float, now: float
     ) -> None:
         """Begins a load from a tier for the next waiting sequence, which is queued again when the load ends.
@@ -130,7 +130,7 @@ class KVLoads:
         load.tier, load.num_promised, load.deadline_s = tier, num_promised, min(load.deadline_s, now + timeout_s)
         self._begin(load, now)
 
-    def restore_beside(
+    def begin_two_sided(
         self,
         sequence: SequenceRecord,
         keys: Sequence[bytes],

@@ -122,7 +122,7 @@ class KVRestores:
         self._block_size, self._most_entries = requests.pool.block_size, most_entries
         self.two_sided = TwoSidedRestores(tiers, requests, loads, self._predict_s)
 
-    def find(self, sequence: SequenceRecord, keys: Sequence[bytes]) -> TierRead | None:
+    def choose_read(self, sequence: SequenceRecord, keys: Sequence[bytes]) -> TierRead | None:
         """Returns what to read for a sequence that is next; None if it shall start with what the device has.
 
         Args:
@@ -144,7 +144,7 @@ class KVRestores:
         best_s = min(taken_s)
         best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
         if self.two_sided.fits(sequence):
-            both = self._turn_round(reads[-1], min(best_s, reads[-1].compute_s))
+            both = self._plan_two_sided(reads[-1], min(best_s, reads[-1].compute_s))
             if both is not None:
                 return both
         if best is not reads[-1]:
@@ -168,7 +168,7 @@ class KVRestores:
                 num_before = num_entries
         return reads
 
-    def _turn_round(self, read: TierRead, alone_s: float) -> TierRead | None:
+    def _plan_two_sided(self, read: TierRead, alone_s: float) -> TierRead | None:
         """Returns a read of the same entries from the last one on, while the first ones are computed; None if that is not
         clearly faster than the better of loading and computing alone, which takes `alone_s`."""
         sizes = self.tiers.indexes[0].layout.block_bytes
@@ -192,10 +192,10 @@ class KVRestores:
         # so that the end of a prefix goes before its beginning
         self.tiers.touch(found if read.restore is not None else reversed(found))
         if read.restore is not None:
-            self._loads.restore_beside(sequence, read.keys, read.restore, self._name(read), 2 * read.timeout_s, now)
+            self._loads.begin_two_sided(sequence, read.keys, read.restore, self._name(read), 2 * read.timeout_s, now)
         else:
             num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
-            self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
+            self._loads.begin_restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
 
     def take_reads(self) -> list[TierRead]:

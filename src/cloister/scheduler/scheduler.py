@@ -28,7 +28,7 @@ from cloister.scheduler.beam_search import Beams, BeamSearches
 from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.image_encodings import ImageEncodings
-from cloister.scheduler.kv_exports import KVExports, cut_prompt
+from cloister.scheduler.kv_exports import KVExports, limit_followed_chunk
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.kv_restores import KVRestores, TierRead
 from cloister.scheduler.layerwise import LayerwisePrompts
@@ -526,7 +526,7 @@ class Scheduler:
         if not step.yields_to_prefill:
             decodes = [sequence for sequence in decodes if sequence.status is Status.RUNNING]  # some may have been preempted
             plain = step.budget.size.plus_decodes([sequence.num_planned for sequence in decodes])
-            is_burst = bool(prefills or self._requests.num_waiting) and self._are_of_burst(step, prefills)
+            is_burst = bool(prefills or self._requests.num_waiting) and self._is_burst(step, prefills)
             step.budget.bound_by_decodes(plain, BURST_FLOOR_S if is_burst else 0.0)
             if self._draft_allocator is not None:
                 choices = self._draft_allocator.choose(step, decodes, plain)
@@ -535,7 +535,7 @@ class Scheduler:
                 return
             self._extend(step, sequence, 1, choices[place] if choices else NO_DRAFTS)
 
-    def _are_of_burst(self, step: PlannedStep, prefills: list[SequenceRecord]) -> bool:
+    def _is_burst(self, step: PlannedStep, prefills: list[SequenceRecord]) -> bool:
         """True if all decoding sequences, of any level, have just begun and arrived in one burst with prompts that are not
         computed yet.
 
@@ -563,7 +563,7 @@ class Scheduler:
             num_most = self.kv_restores.two_sided.limit(sequence, num_most, step.now)
         has_images = bool(sequence.request_state.request.images)
         if sequence.request_state.prefill_only and self.pool.state_group is None and not has_images:
-            num_most = cut_prompt(sequence.num_planned, num_most, self.pool.block_size)
+            num_most = limit_followed_chunk(sequence.num_planned, num_most, self.pool.block_size)
         if has_images and not (num_most := self._encodings.fit(sequence, num_most)):
             return
         num_tokens = step.budget.fit(sequence.cost_start, num_most, strict=strict)
@@ -590,7 +590,7 @@ class Scheduler:
             keys, layerwise = self._requests.prefixes.match_keys(sequence), self._layerwise_of(sequence)
             read = None
             if self.kv_restores is not None and layerwise is None and sequence.request_state.request.documents is None:
-                read = self.kv_restores.find(sequence, keys)
+                read = self.kv_restores.choose_read(sequence, keys)
             hits = self.prefix_cache.match(keys) if self.prefix_cache is not None else []
             if layerwise is not None:
                 hits = hits[: layerwise.count_hits(sequence, len(hits))]
@@ -835,7 +835,7 @@ class Scheduler:
             for s in self._requests.running.values()
             if s.seq_id not in planned
             and s.request_state.beams is None
-            and (behind is None or self._policy.displaces(behind, s))
+            and (behind is None or self._policy.may_preempt(behind, s))
         ]
         return max(choices, key=lambda s: (self._policy.level(s), self._policy.rank(s)), default=None)
 

@@ -90,7 +90,7 @@ class SchedulingPolicy:
         """Sort key inside a level; the last sequence is preempted first."""
         return sequence.request_state.order
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         """True if `victim` may be preempted so that `candidate` can start."""
         return False
 

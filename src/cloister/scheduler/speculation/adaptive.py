@@ -45,7 +45,7 @@ SHARED_DECAY: Final = 0.99
 """Decay of the counts of all sequences: about a hundred drafts are remembered."""
 MARGIN: Final = 1.02
 """Minimum expected speedup of drafts, so that noise does not decide."""
-DOUBTED: Final = 0.8
+COST_DECAY: Final = 0.8
 """Factor on the assumed cost of drafters and verification steps, applied each time a sequence cannot pay for a trial with the
 most time that it may save."""
 FIRST_DRAFT: Final = 0.5
@@ -163,11 +163,11 @@ class AdaptiveSpeculation:
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         for stats in all_stats:
-            stats.pass_time(plain_s / num * since, plain_s)
+            stats.accrue(plain_s / num * since, plain_s)
         self._num_since_plain += since
         is_known = self._plain_times.is_known(num)
         if plain_s <= 0.0 or self._num_since_plain >= (PLAIN_EVERY if is_known else PLAIN_RETRY):
-            return self._rest(all_stats)
+            return self._skip_drafts(all_stats)
         floor = num / plain_s
         self._rate = max(self._rate, floor)
         most = max(2, MAX_ROWS // num)
@@ -189,7 +189,7 @@ class AdaptiveSpeculation:
         self._idle_s = 0.0 if self._num_asked else self._idle_s + plain_s * since
         if self._idle_s * TRIAL_SHARE > MAX_SAVED * plain_s:
             self._idle_s = 0.0
-            self._doubt(self._drafters)  # answers may be too short to save up for a trial
+            self._lower_costs(self._drafters)  # answers may be too short to save up for a trial
         return [stats.decision for stats in all_stats]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
@@ -314,14 +314,14 @@ class AdaptiveSpeculation:
                 stats.trial, stats.trial_size = name, size
                 return self._hold_trial(stats, is_watched=now.is_watched) - now.num_drafts
         if stats.saved_s >= MAX_SAVED * self._plain_s:  # at that cost it will never be tried
-            self._doubt((name,))
+            self._lower_costs((name,))
         return 0
 
-    def _doubt(self, names: Iterable[str]) -> None:
+    def _lower_costs(self, names: Iterable[str]) -> None:
         """Lowers the estimated cost of these drafters and of verification steps."""
-        self._times.doubt(DOUBTED)
+        self._times.lower(COST_DECAY)
         for name in names:
-            self._draft_times[name].doubt(DOUBTED)
+            self._draft_times[name].lower(COST_DECAY)
 
     def _hold_trial(self, stats: SequenceStats, *, is_watched: bool) -> int:
         """Runs the trial of a sequence, or lets its drafter observe first; returns the number of requested drafts."""
@@ -387,7 +387,7 @@ class AdaptiveSpeculation:
             self._num_quick = NUM_QUICK
         return stats
 
-    def _rest(self, all_stats: list[SequenceStats]) -> list[DraftDecision]:
+    def _skip_drafts(self, all_stats: list[SequenceStats]) -> list[DraftDecision]:
         """Disables drafts for one step; drafters that observed still do."""
         self._next_decision = self._num_steps + 1
         self._num_asked = 0

@@ -61,7 +61,7 @@ class DraftTimes:
         in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
         self.terms = (call, in_row, each, sequence)
 
-    def doubt(self, share: float) -> None:
+    def lower(self, share: float) -> None:
         """Lowers an estimate that is so high that the drafter would never be called and measured again."""
         call, in_row, each, sequence = self.terms
         self.terms = (call * share, in_row * share, each * share, sequence * share)

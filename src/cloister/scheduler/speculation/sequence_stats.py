@@ -43,7 +43,7 @@ class SequenceStats:
     was_longer: bool = False
     last_asked: dict[str, int] = field(default_factory=dict)
 
-    def pass_time(self, took_s: float, plain_s: float) -> None:
+    def accrue(self, took_s: float, plain_s: float) -> None:
         """Adds to the time saved for trials.
 
         Args:

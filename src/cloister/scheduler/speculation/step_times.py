@@ -133,7 +133,7 @@ class StepTimes:
         point.attended += weight * (attention.attended - point.attended)
         point.read += weight * (attention.read - point.read)
 
-    def doubt(self, share: float) -> None:
+    def lower(self, share: float) -> None:
         """Lowers estimates with few measurements, which may all be outliers."""
         for point in self._points:
             if point.num_times < NUM_FIRST:
