@@ -70,7 +70,7 @@ class DraftAllocator:
         return choices
 
     def _count_others(self, step: PlannedStep, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
-        """Returns the sequences that may still join a step in addition to its decodes, and the blocks that they need.
+        """Returns the number of sequences that may join a step in addition to its decodes, and the blocks that they need.
 
         Args:
             num_spare: spare blocks after those of the decodes. The next waiting sequence counts only if they suffice for it.

@@ -20,7 +20,7 @@ from cloister.types.scope import ScopeKind
 from cloister.types.step import NewSequence
 
 NUM_LEFT: Final = 256
-"""Requests that left for another engine, of which this one knows that it has no more of their prompts to compute."""
+"""Number of requests handed over to other engines that are remembered, to end exports that still follow their prompts."""
 
 
 class RequestTable:
@@ -41,7 +41,7 @@ class RequestTable:
         prefixes: what sequences read from the prefix cache and offer to it.
         prefix_cache: the prefix cache; None if it is off.
         departures: ids of sequences that the runner must drop.
-        left: ids of the latest requests that ended or left here and were for another engine.
+        left: ids of the latest requests that were computed for another engine and have ended or were handed over.
         events: events that were not collected yet.
         leases: blocks that stay cached for other engines; None without a prefix cache.
         on_end: called when the last sequence of a request leaves.
@@ -116,7 +116,7 @@ class RequestTable:
         return state
 
     def forget(self, roots: set[bytes]) -> None:
-        """Drops chains. Requests that are here keep the blocks that they use, and no further ones of them are cached."""
+        """Drops chains. Open requests keep the blocks that they use, and cache no further ones."""
         for state in self.request_states.values():
             state.is_forgotten |= state.root in roots
         self.prefixes.forget(roots)
@@ -199,7 +199,7 @@ class RequestTable:
             self.sequences.pop(sequence.seq_id, None)
 
     def take_cached(self, sequence: SequenceRecord, blocks: Sequence[int], now: float) -> None:
-        """Gives a running sequence the blocks of the positions that it comes to next, which it need not compute."""
+        """Gives a running sequence the cached blocks of its next positions, so that it need not compute them."""
         state, num_tokens = sequence.request_state, len(blocks) * self.pool.block_size
         self.pool.share(blocks)
         table_of(sequence).blocks.extend(blocks)
@@ -284,7 +284,7 @@ class RequestTable:
         self._close(sequence, now)
 
     def hand_over(self, state: RequestState, now: float) -> None:
-        """Lets a request leave that another engine goes on with, without an end."""
+        """Hands a request over to another engine: its sequences leave without an `Ended` event."""
         leaving = [sequence for sequence in state.sequences if sequence.status is not Status.ENDED]
         for sequence in leaving:
             state.num_open -= 1
@@ -293,7 +293,7 @@ class RequestTable:
         self.events.append(PrefillDone(state.request.request_id, now, seq_ids, state.num_cached_tokens))
 
     def _close(self, sequence: SequenceRecord, now: float) -> None:
-        """Takes out a sequence that is not counted as open any more, and its request with the last one."""
+        """Removes a sequence that no longer counts as open, and with the last one its request."""
         state = sequence.request_state
         self._take_out(sequence)
         self.prefixes.renew(sequence, now)
@@ -309,7 +309,7 @@ class RequestTable:
         self.release_blocks(sequence)
 
     def hold(self, state: RequestState, hold_s: float, now: float) -> None:
-        """Leases what the sequences of a request have in the prefix cache so far."""
+        """Leases the cached blocks of a request's sequences."""
         for sequence in state.sequences:
             self._hold(sequence, now + hold_s)
 
