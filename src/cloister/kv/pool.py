@@ -81,6 +81,11 @@ class BlockPool:
         self._on_unused: Callable[[int], None] = lambda block: None
 
     @property
+    def has_full_attention_only(self) -> bool:
+        """Whether every layer sees all positions: no group has a window or states."""
+        return self.num_groups == 1 and self.groups[0].window is None and not self.groups[0].is_state
+
+    @property
     def num_free(self) -> int:
         return sum(map(len, self._free))
 

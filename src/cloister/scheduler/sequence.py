@@ -224,7 +224,7 @@ class SequenceRecord:
     @property
     def num_slots(self) -> int:
         """Running slots that it needs: its own, and one for each beam that will fork from it. Answers need none: those that
-        find no free slot when the prompt is computed are queued (`Scheduler._fork`)."""
+        find no free slot when the prompt is computed are queued (`StepPlanner._fork`)."""
         state = self.request_state
         return 1 + (state.num_unforked if self.index == 0 and state.beams is not None else 0)
 

@@ -23,8 +23,7 @@ class TwoSidedRestores:
 
     def __init__(self, tiers: KVTiers, requests: RequestTable, loads: KVLoads, predict_s: ComputeTime) -> None:
         self._tiers, self._requests, self._loads, self._predict_s = tiers, requests, loads, predict_s
-        groups, self._block_size = requests.pool.groups, requests.pool.block_size
-        self._is_able = len(groups) == 1 and groups[0].window is None and not groups[0].is_state
+        self._pool, self._block_size = requests.pool, requests.pool.block_size
 
     def fits(self, sequence: SequenceRecord) -> bool:
         """Whether the front of a waiting sequence may be computed while its end loads.
@@ -35,7 +34,7 @@ class TwoSidedRestores:
         state = sequence.request_state
         is_plain = state.beams is None and not state.request.images and not state.prefill_only
         is_alone = not self._requests.running and self._requests.num_waiting <= 1 and not self._loads.loading
-        return self._is_able and is_plain and is_alone
+        return self._pool.has_full_attention_only and is_plain and is_alone
 
     def limit(self, sequence: SequenceRecord, num_most: int, now: float) -> int:
         """Returns how many of its next `num_most` positions a running sequence computes in this step.
