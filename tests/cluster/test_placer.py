@@ -28,7 +28,6 @@ from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import RouterContext
-from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, Supervision
 from cloister.engine.identity import Identity
 from cloister.engine.replica_snapshot import UpdateProgress
@@ -43,11 +42,6 @@ from tests.history_program import greedy_continuation
 from tests.serving import descendants
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_placer(identity: Identity, address: str | None = None) -> RayPlacer:

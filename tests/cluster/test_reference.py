@@ -8,7 +8,6 @@ import msgspec
 import pytest
 
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.cluster.virtual.checks import JobAnswer
 from cloister.cluster.virtual.engine import make_engine
 from cloister.cluster.virtual.engine_shape import EngineShape
@@ -23,11 +22,6 @@ from cloister.types.request import FinishReason
 SHAPE = EngineShape(num_adapters=NUM_ADAPTERS)
 TOO_LONG = "x" * 300
 JOBS = [{"max_tokens": 20}, {"max_tokens": 90, "num_stop_ids": 20}, {"max_tokens": 200, "stop": "a"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 def answer(tokenizer: Tokenizer, *jobs: Job) -> list[JobAnswer]:

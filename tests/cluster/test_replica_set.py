@@ -22,7 +22,6 @@ from cloister.cluster import ROUTERS, ReplicaSet, shadow_moves
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
-from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision, channel
 from cloister.engine.fork_server import ForkServer, _Template
 from cloister.engine.replica_snapshot import Role
@@ -39,11 +38,6 @@ from tests.thinning import examples
 
 NUM_REPLICAS = 3
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_router(name: str, model: ModelInfo) -> Router:
