@@ -292,7 +292,7 @@ class PrefixCache:
             elif self.tiers is not None:
                 self.tiers.forget(root)
 
-    def evict_one(self, group: int = 0) -> int | None:
+    def evict_one(self, group: int) -> int | None:
         """Evicts and returns the least recently used evictable block of a group that has no owner; None if there is none."""
         return self._evict_from(None, group)
 

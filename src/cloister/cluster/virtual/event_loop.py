@@ -63,8 +63,8 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
 
     _stopping: bool
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.clock = VirtualClock(start_s)
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
         self._due: deque[_Call] = deque()
         self._timers: list[tuple[float, int, _Call]] = []
         self._num_timers = 0

@@ -156,13 +156,12 @@ class VirtualKVLinks:
         index: int,
         switch: KVSwitch,
         form: KVFormat,
-        secret: bytes = SECRET,
         costs: LinkCosts = FREE_LINKS,
         work: Callable[[float, Callable[[], None]], None] = _do_at_once,
     ) -> None:
         self.endpoint = endpoint_of(index)
         self._index, self._switch = index, switch
-        self._sealer = KVSealer(form, secret)
+        self._sealer = KVSealer(form, SECRET)
         self._costs, self._work = costs, work
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[int, _Pull] = {}
