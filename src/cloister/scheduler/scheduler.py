@@ -49,9 +49,9 @@ class SchedulerConfig:
         prefix_cache: keep and reuse the KV of full blocks.
         cache_scopes: number of scopes with their own share of the prefix cache; 0 for one shared cache.
         num_images_at_once: images that are encoded at once, beside the steps.
-        max_prefill_only_len: the longest prompt of a request that ends with it; less than `max_model_len` changes nothing.
+        max_prefill_only_len: longest prompt of a request that ends with its prompt; no effect if less than `max_model_len`.
         weighs_documents: the program can weigh documents by a temperature and a scale.
-        places_documents: tokens of documents may turn by other positions than they stand at.
+        places_documents: tokens of documents may have rotary positions other than their own (`Documents.positions`).
     """
 
     max_model_len: int
@@ -68,27 +68,26 @@ class SchedulerConfig:
 
 
 class Scheduler:
-    """Decides which positions of which sequences are computed next, and where their KV lives.
+    """Decides which positions of which sequences are computed next, and in which KV blocks.
 
     Args:
         config: its limits.
-        pool: the KV blocks that it allocates.
+        pool: the KV blocks.
         keys: computes prefix keys; None switches the prefix cache off.
         speculation: decides how many tokens to draft; None disables drafts.
-        cells: of the program, if it may compute prompts layer by layer.
+        cells: the program's memory layout for prompts computed layer by layer; None if it computes none so.
 
     Attributes:
         prefix_cache: the prefix cache, if there is one.
-        requests: states of the requests that have not ended, by id. Only the scheduler changes them, except for
-            `grammar_deadline_s`, which the engine may set.
+        requests: states of open requests, by id. Only the scheduler changes them, except for `grammar_deadline_s`, which the
+            engine may set.
         waiting_for_grammar: requests waiting for a grammar, by id; `release` queues them.
-        held_searches: beam searches of `num_waiting` that wait for the share of all searches, by id.
-        leases: cached blocks that stay for other engines; None without a prefix cache.
-        kv_loads, kv_exports: KV on its way here, and from here, with what the engine must tell them.
-        prefix_leases: prefixes that the front has leased here, copies among them.
-        kv_restores: KV that comes back from tiers; None without them (`use_tiers`).
-        answers: finished answers of beam searches that were not collected yet, each as a new sequence with prompt and whole
-            output.
+        held_searches: beam searches that wait for the share of all searches, by id; `num_waiting` counts them.
+        leases: cached blocks leased for other engines; None without a prefix cache.
+        kv_loads, kv_exports: KV on its way to and from this engine.
+        prefix_leases: prefixes that the front has leased here, including copies.
+        kv_restores: KV restored from tiers; None without tiers (`use_tiers`).
+        answers: complete answers of beam searches that were not collected yet, each as a new sequence with prompt and output.
     """
 
     def __init__(
@@ -162,16 +161,16 @@ class Scheduler:
 
     @property
     def lacks_shares(self) -> bool:
-        """Whether its prefix cache keeps nothing: there are too few blocks to give each scope a share."""
+        """Whether its prefix cache keeps nothing because there are too few blocks to give each scope a share."""
         return self._max_shared == 0
 
     @property
     def max_layerwise_positions(self) -> int:
-        """Positions of the longest prompt that there is memory for if it is computed layer by layer; 0 if none can be."""
+        """Length of the longest prompt that fits into memory if it is computed layer by layer; 0 if none can be."""
         return 0 if self._layerwise is None else self._layerwise.max_positions
 
     def use_tiers(self, tiers: KVTiers) -> None:
-        """Has tiers keep what the prefix cache evicts. Call it before the first request, with a prefix cache only."""
+        """Stores blocks that the prefix cache evicts in tiers. Call it before the first request; requires a prefix cache."""
         assert self.prefix_cache is not None
         self.prefix_cache.tiers = tiers
         tiers.use_time(self._time)
@@ -221,15 +220,15 @@ class Scheduler:
         hold_kv_s: float = 0.0,
         prefill_only: bool = False,
     ) -> None:
-        """Adds a request. One that can never run ends immediately as REJECTED, with the reason and a figure that would fit.
+        """Adds a request. One that can never run ends immediately as REJECTED, with the reason and a limit that fits.
 
         Args:
             seed: seed of the sampling noise, if the request has none.
             refusal: why it can never run, if the caller knows.
             grammar_deadline_s: set if its grammar is still being compiled: `release` queues it, and the caller checks again by
                 this time. None queues it immediately.
-            resumption: what it had in an engine that was lost.
-            loads_kv: it waits for KV from another engine (`kv_loads`), and is queued then.
+            resumption: its progress in an engine that was lost.
+            loads_kv: it is queued when KV from another engine has been loaded (`kv_loads`).
             hold_kv_s, prefill_only: as in `Submit`.
         """
         seed = request.sampling.seed if request.sampling.seed is not None else seed
@@ -292,7 +291,7 @@ class Scheduler:
         return replace(limits, max_model_len=longest, num_kv_tokens=self._layerwise.max_positions)
 
     def _fits_only_layerwise(self, request: Request) -> bool:
-        """Whether a request ends with its prompt, and that is too long for KV of all layers."""
+        """Whether a request ends with its prompt, which is too long for KV of all layers."""
         num_most = min(self.config.max_model_len - int(request.sampling.max_tokens != 0), self._count_usable(1))
         if self._layerwise is None or len(request.token_ids) <= num_most:
             return False
@@ -300,7 +299,7 @@ class Scheduler:
         return ends_with_prompt and self.config.max_prefill_only_len > self.config.max_model_len
 
     def _count_usable(self, width: int) -> int:
-        """Returns the positions that a sequence, or `width` beams together, can have while nothing else runs."""
+        """Returns the maximum positions of a sequence, or of `width` beams together, while nothing else runs."""
         counts = [
             num_usable * self.pool.block_size
             for group, num_usable in enumerate(self._num_usable)
@@ -315,7 +314,7 @@ class Scheduler:
             self._requests.wait_for_slots(state)
 
     def hold(self, request_id: str, hold_s: float, now: float) -> None:
-        """Leases what a request has in the prefix cache so far, if it has not ended; 0 seconds end that."""
+        """Leases the cached blocks of an open request; 0 seconds end its lease."""
         state = self._requests.request_states.get(request_id)
         if hold_s <= 0.0:
             if self._requests.leases is not None:
@@ -324,7 +323,7 @@ class Scheduler:
             self._requests.hold(state, hold_s, now)
 
     def report_kept(self, scope: Scope) -> list[tuple[str, KeptUsage]]:
-        """Returns what is kept of a scope on the device and in the tiers, each by its name."""
+        """Returns the cache usage of a scope: (name, usage) of the device and of each tier."""
         if self.prefix_cache is None:
             return []
         roots, tiers = self._requests.prefixes.roots_of(scope), self.prefix_cache.tiers
@@ -332,7 +331,7 @@ class Scheduler:
         return [(DEVICE, self.prefix_cache.kept.report(roots)), *((tier.name, tier.kept.report(roots)) for tier in below)]
 
     def forget(self, scope: Scope, now: float) -> None:
-        """Drops what is kept of a scope. What its requests and other engines use becomes free when they have ended."""
+        """Drops the cache of a scope. Blocks in use by its requests and other engines become free when these end."""
         roots = self._requests.prefixes.roots_of(scope)
         self.prefix_leases.forget(roots)
         self._requests.forget(roots)
@@ -359,7 +358,7 @@ class Scheduler:
             self.pool.wipe_again(step.plan.wipes)
 
     def _find_others(self, step: PlannedStep) -> list[SequenceRecord]:
-        """Returns the sequences that a plan introduces, or whose images it has encoded, without computing them."""
+        """Returns the sequences that a plan introduces, or whose images it encodes, without computing positions of them."""
         named = {new.seq_id for new in step.plan.arrivals} | {seq_id for seq_id, _ in step.plan.encodes}
         others = [self._requests.sequences.get(seq_id) for seq_id in sorted(named - step.planned())]
         return [sequence for sequence in others if sequence is not None]

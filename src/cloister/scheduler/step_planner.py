@@ -135,7 +135,7 @@ class StepPlanner:
         return True
 
     def _extend_chunk(self, step: PlannedStep, sequence: SequenceRecord) -> None:
-        """Plans as much prefill of a running sequence as fits; the step's first chunk is never refused for time."""
+        """Plans as much prefill of a running sequence as fits; the step's first chunk always fits in time."""
         if sequence.request_state.request.documents is not None:
             while known := self._requests.prefixes.find_known_document(sequence):  # behind one that was not cached
                 self._requests.take_cached(sequence, known, step.now)
@@ -197,7 +197,7 @@ class StepPlanner:
             self._extend_chunk(step, sequence)
 
     def _restore(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
-        """Lets a waiting sequence wait for KV from a tier."""
+        """Moves a waiting sequence from the queue to a load from a tier."""
         assert self.kv_restores is not None
         assert sequence.table is not None
         self._policy.pop()
@@ -208,7 +208,7 @@ class StepPlanner:
         self.kv_restores.begin(sequence, read, now)
 
     def _make_room(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
-        """Frees slots for a waiting sequence, by preempting others if the policy permits it."""
+        """Frees slots for a waiting sequence by preempting others, if the policy permits it."""
         num_taken = sum(s.num_slots for s in self._requests.running.values())
         while num_taken + sequence.num_slots > self._max_num_seqs:
             victim = self._choose_victim(step, behind=sequence)
@@ -219,7 +219,8 @@ class StepPlanner:
         return True
 
     def _reserve(self, step: PlannedStep, sequence: SequenceRecord) -> bool:
-        """True if the pool can hold all known tokens of the sequence, in addition to what running prompts still need."""
+        """Whether the pool can hold all known tokens of a waiting sequence in addition to those of running ones; preempts
+        others if the policy permits it."""
         needed = own = self._count_needed(sequence, table_of(sequence))
         if self._loads.loading:
             needed = [sum(counts) for counts in zip(own, self._loads.count_promised(), strict=True)]
@@ -235,13 +236,13 @@ class StepPlanner:
             self._requests.preempt(victim, step.now)
         while not self._pool.has_room([], 0, needed):
             if self._loads.is_restoring or not self._loads.reclaim_one(step.now):
-                return False  # what is loading ends soon
+                return False  # loads from tiers end soon
             if self._loads.loading:
                 needed = [sum(counts) for counts in zip(own, self._loads.count_promised(), strict=True)]
         return True
 
     def would_fit(self, sequence: SequenceRecord, leaving: Collection[SequenceRecord]) -> bool:
-        """Whether a waiting sequence would have slots and blocks if these running ones left. Counts on no prefix hits."""
+        """Whether a waiting sequence would have slots and blocks if these running ones left; assumes no prefix hits."""
         gone = {s.seq_id for s in leaving}
         staying = [s for s in self._requests.running.values() if s.seq_id not in gone]
         if sum(s.num_slots for s in staying) + sequence.num_slots > self._max_num_seqs:
@@ -255,8 +256,7 @@ class StepPlanner:
         return self._pool.has_room(missing, len(missing), promised)
 
     def _count_needed(self, sequence: SequenceRecord, table: BlockTable) -> list[int]:
-        """Returns the blocks of each group that a waiting sequence needs beside those of the prefix that it found, in
-        `table`."""
+        """Returns the blocks of each group that a waiting sequence needs in addition to its prefix hit, `table`."""
         state = sequence.request_state
         if state.beams is not None:
             return self._searches.count_blocks(state)
@@ -300,8 +300,8 @@ class StepPlanner:
         step.plan.arrivals.append(introduce(sequence))
 
     def _extend(self, step: PlannedStep, sequence: SequenceRecord, num_tokens: int, choice: DraftDecision = NO_DRAFTS) -> bool:
-        """Puts the next `num_tokens` positions of a running sequence into the plan, followed by its drafts, and preempts others
-        for blocks if needed."""
+        """Plans the next `num_tokens` positions of a running sequence and its drafts; preempts others for blocks if needed.
+        Returns False if it is not planned."""
         num_left = step.budget.num_left - num_tokens
         if sequence.status is not Status.RUNNING or num_left < 0:
             return False
@@ -371,9 +371,9 @@ class StepPlanner:
                     return False  # its blocks are released when the plans that name it are committed
 
     def _snapshots_within(self, sequence: SequenceRecord, start: int, end: int) -> list[int]:
-        """Returns the entries inside of positions [start, end) that shall get a block for the state at their end.
+        """Returns the entries that end inside of positions [start, end) and get a block for a snapshot of the state.
 
-        They take blocks that nobody needs: a running sequence needs two at most.
+        Only spare blocks are used: each running sequence needs at most two.
         """
         size, group = self._pool.block_size, self._pool.state_group
         if group is None or self._pool.count_available(group) <= 2 * len(self._requests.running):
@@ -381,10 +381,10 @@ class StepPlanner:
         return [number - 1 for number in sequence.snapshots if start < number * size < end]
 
     def _fork(self, step: PlannedStep, parent: SequenceRecord) -> None:
-        """Forks the request's other sequences from the one that has just computed the prompt, into slots that are free.
+        """Forks the request's other sequences from the one that completes the prompt, as far as slots are free.
 
-        The others are queued, and find the prompt in the prefix cache when they have a slot. If a request waited for slots of
-        all its answers, those behind it would wait until as many had ended.
+        The rest is queued, and finds the prompt in the prefix cache. A request that waited for slots of all its answers would
+        block those behind it until as many others had ended.
         """
         state = parent.request_state
         num_free = self._max_num_seqs - sum(s.num_slots for s in self._requests.running.values())
