@@ -68,7 +68,7 @@ class LoadLevelling:
     """Moves running requests and flips roles, as the load changes (`cluster.migration`, `cluster.roles`).
 
     Args:
-        is_paused: whether something else moves requests at present.
+        is_paused: whether something else is moving requests.
     """
 
     def __init__(

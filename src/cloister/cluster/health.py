@@ -20,7 +20,7 @@ from cloister.scheduler.budget import StepCost, StepSize
 from cloister.types.events import Stepped
 
 SLOW: Final = 2.0
-"""A replica is slow if its steps take so many times as long as those of the others."""
+"""A replica is slow if its steps take this many times as long as those of the others."""
 WELL: Final = 1.3
 """It is well again below this."""
 NUM_STEPS: Final = 32
@@ -28,7 +28,7 @@ NUM_STEPS: Final = 32
 SLOW_FOR_S: Final = 5.0
 """Minimum duration of slowness: when the load changes, one replica knows the new step times before the others do."""
 MIN_MEASURED: Final = 3
-"""A cost model predicts steps of a size of which it has measured so many: beyond, it would guess."""
+"""Minimum number of measured steps of a size before the cost model predicts it."""
 PROBE_S: Final = 10.0
 """A slow replica gets a probe request after this time, then after twice that time, and so on."""
 MAX_PROBE_S: Final = 300.0
@@ -41,7 +41,7 @@ class SpeedChange:
     """A replica became slow, or well again.
 
     Attributes:
-        slowness: its steps take so many times as long as those of the others.
+        slowness: ratio of its step times to those of the others.
     """
 
     index: int
@@ -166,7 +166,7 @@ class ReplicaSpeeds:
     def _relate(self, speed: _ReplicaSpeed) -> float:
         """Returns how many times as long as those of the others the steps of a replica take, less what slows the others too.
 
-        What is at most 1 is no slowness, of which something of the others could be taken off: it would count them twice.
+        Only slowness above 1 is reduced by that of the others.
         """
         own = speed.ratio()
         if not speed.is_known or own is None:

@@ -40,11 +40,11 @@ MAX_PREFIXES: Final = 16
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrder:
-    """A replica shall lease a prefix.
+    """Orders a replica to lease a prefix.
 
     Attributes:
         request: ends one token behind the prefix; its id is the name of the lease.
-        source: replica to copy it from; None: it is there.
+        source: replica to copy it from; None: the replica has it.
     """
 
     index: int
@@ -55,7 +55,7 @@ class LeaseOrder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewal:
-    """The lease of a replica shall last for so long from now on; 0: end now."""
+    """Extends a replica's lease to `lease_s` from now; 0 ends it."""
 
     index: int
     name: str

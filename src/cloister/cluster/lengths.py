@@ -26,14 +26,14 @@ FIRST_GUESS_TOKENS: Final = 256.0
 """Mean length before the first answer; it weighs as much as one."""
 FIRST_HAZARDS: Final = [1.0 - exp((low - high) / FIRST_GUESS_TOKENS) for low, high in pairwise(EDGES)]
 NUM_SHARED: Final = 3.0
-"""What is known of a larger group weighs as much as so many answers of a smaller one."""
+"""Weight of a larger group's curve in that of a smaller one, in answers."""
 HALF_LIFE: Final = 2000
-"""After so many answers, one weighs half: workloads change."""
+"""Number of answers after which an answer weighs half: workloads change."""
 REFRESH_EVERY: Final = 16
-"""Curves are computed again after so many answers; until there are so many, after each."""
+"""Number of answers after which curves are recomputed; before that many, after each."""
 
 KEEP_TOKENS: Final = 8
-"""What is expected of an answer is asked again after so many tokens: routers ask for all answers again and again."""
+"""Number of tokens for which a prediction is cached: routers ask for all answers again and again."""
 
 Group = tuple[int, ...]
 
@@ -170,7 +170,7 @@ class _Lengths:
 
 
 class _Curve:
-    """The probability that an answer is longer than so many tokens, and its integral."""
+    """Survival curve: the probability that an answer is longer than a number of tokens, and its integral."""
 
     def __init__(self, hazards: list[float]) -> None:
         self._survival, self._area = [1.0], [0.0]

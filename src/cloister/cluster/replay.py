@@ -30,7 +30,7 @@ _logger = logging.getLogger(__name__)
 
 
 def may_replay(request: Request) -> bool:
-    """Whether a request has one possible answer, and is small enough to be kept until it has been computed again."""
+    """Whether a request is deterministic, and small enough to be kept for a replay."""
     sampling = request.sampling
     is_fixed = sampling.temperature == 0.0 or sampling.seed is not None
     return is_fixed and sampling.beams is None and request.pooling is None and not request.images
@@ -49,7 +49,7 @@ _Engine = tuple[EngineClient, int]
 
 
 class _Recorder:
-    """Takes an answer on its way to its client."""
+    """Records an answer on its way to the client."""
 
     def __init__(self, request: Request, sink: Sink, replica: int = 0, engine: _Engine | None = None) -> None:
         self.request, self.replica, self.engine = request, replica, engine
@@ -72,7 +72,7 @@ class _Recorder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its sequences ended, and none of them early."""
+        """Whether all sequences are complete."""
         return len(self.ends) == len(self._tokens) and all(end in GOOD_ENDS for end in self.ends)
 
 
@@ -90,13 +90,13 @@ async def compute_answer(client: EngineClient, request: Request) -> Answer:
 
 
 class ReplayVerifier:
-    """Chooses requests, computes them again and compares.
+    """Replays a sample of the finished requests on other replicas and compares the answers.
 
     Only replicas with the same weights are compared (`cluster.rolling_update`). One request at a time, and only where nothing
     waits. If two replicas differ, a third one computes the request too, and the outlier is drained.
 
     Args:
-        rate: share of the requests with one possible answer.
+        rate: share of deterministic requests that are replayed.
         draw: source of randomness, of requests, replicas and scopes; it must be secure where others send requests.
 
     Attributes:
@@ -134,11 +134,11 @@ class ReplayVerifier:
         self._recorders.pop(request_id, None)
 
     def is_replay(self, request_id: str) -> bool:
-        """Whether a request is one that is computed again."""
+        """Whether a request is a replay."""
         return request_id in self._own_ids
 
     def owns(self, event: Event) -> bool:
-        """Whether an event is of a request that is computed again; listeners must not hear of those."""
+        """Whether an event belongs to a replay; listeners must not get those."""
         if isinstance(event, Stepped) or not self.is_replay(event.request_id):
             return False
         if isinstance(event, Ended) and event.last:
@@ -146,7 +146,7 @@ class ReplayVerifier:
         return True
 
     def stop(self) -> None:
-        """Ends what is computed again at present."""
+        """Cancels the replay in progress."""
         if self._task is not None:
             self._task.cancel()
 
@@ -169,7 +169,7 @@ class ReplayVerifier:
         return self._replicas[index], self._replicas[index].num_lost
 
     def _draw_voters(self, replica: int, computed: EngineClient) -> list[tuple[int, _Engine]]:
-        """Returns up to two other replicas of the weights that `computed` has, which have nothing better to do."""
+        """Returns up to two other idle replicas with the weights of `computed`."""
         free = []
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
@@ -180,7 +180,7 @@ class ReplayVerifier:
         return self._draw.sample(free, min(2, len(free)))
 
     async def compute(self, request: Request, index: int) -> Answer | None:
-        """Has a replica compute a request, of which no listener hears. Returns None if it does not come to its end."""
+        """Has a replica compute a request without events for listeners. Returns None if the answer is incomplete."""
         self._own_ids.add(request.request_id)
         try:
             return await compute_answer(self._replicas[index], request)

@@ -243,7 +243,7 @@ class ReplicaSet(RequestClient):
         await asyncio.gather(*(replica.drain(left_s) for replica in self._replicas))
 
     def stop_replays(self) -> None:
-        """Ends what is computed again at present."""
+        """Cancels the replay in progress."""
         self._verifier.stop()
 
     @property
@@ -404,7 +404,7 @@ class ReplicaSet(RequestClient):
         return True
 
     def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
-        """Returns where a request of a lost replica goes on; None if nowhere for now."""
+        """Returns where a request of a lost replica continues; None if nowhere for now."""
         return self._routing.find_place(found)
 
     async def _diagnose(self, hung: int, stack: StackTrace) -> None:
@@ -522,7 +522,7 @@ async def _start_all(replicas: Sequence[EngineClient], num_sharing: int) -> Base
 
 
 def _advise(error: MemoryBudgetError, num_sharing: int) -> MemoryBudgetError:
-    """Returns the error of one of so many replicas that share the memory, with how many of them would fit, if that is known."""
+    """Returns the memory error of one of `num_sharing` replicas, with the number of replicas that would fit, if it is known."""
     if error.fit is None:
         return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
     if not (num_fitting := int(error.fit * num_sharing)):

@@ -50,7 +50,7 @@ class ClusterConfig:
     Attributes:
         roles: of each replica; empty if all are mixed.
         rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
-        num_standby: so many of the replicas, the last ones, get no requests until another one is lost.
+        num_standby: number of standby replicas: the last ones, without requests until another one is lost.
         scaling: when replicas are added and removed; None: all run.
     """
 

@@ -13,7 +13,7 @@ from cloister.engine.in_flight import InFlightRequest
 from cloister.types.events import KVLoaded
 
 WAKE_TIMEOUT_S: Final = 10.0
-"""Longest wait of a move for an engine that was idle; the request goes on where it is."""
+"""Longest wait of a move for an idle engine to start; the request then stays where it is."""
 COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for KV; what did not arrive is computed."""
 MAX_SHADOWS: Final = 16

@@ -39,7 +39,7 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
     """Returns the role of each replica: the first ones prefill, the next ones decode, the rest are mixed.
 
     Raises:
-        ConfigError: there are not so many, or prompts or answers would have no replica.
+        ConfigError: there are too few replicas, or none would prefill or decode.
     """
     num_mixed = num_replicas - num_prefill - num_decode
     if num_mixed < 0:
@@ -161,13 +161,13 @@ class Flip:
 
 class RoleFlipper:
     """Flips a replica of an idle pool where the other pool has queued for some time. Of several idle ones one is drawn by
-    capacity, so that nobody can choose it.
+    capacity, so that it cannot be predicted.
 
     Mixed replicas keep their role, and the last replica of a role keeps it.
 
     Args:
         draw: source of randomness.
-        hold_s: the other pool must have queued, and this one been idle, for so long.
+        hold_s: minimum time that the other pool has queued and this one has been idle.
         rest_s: time between two flips.
     """
 

@@ -12,7 +12,7 @@ COUNTERS_PER_KEY: Final = 8
 """Counters in each row for each key that is to be told apart."""
 MAX_COUNT: Final = 15
 ACCESSES_PER_KEY: Final = 10
-"""After so many accesses for each of these keys all counters are halved: what was popular before counts less and less."""
+"""All counters are halved after this many accesses per key, so that old accesses count less and less."""
 _HALVES: Final = bytes(count // 2 for count in range(256))
 _ROWS: Final = struct.Struct(f"<{NUM_ROWS}Q")
 

@@ -18,7 +18,7 @@ from cloister.types.threat import ThreatProfile
 LENT_SHARE: Final = 0.75
 """Part of its slots that an engine lends."""
 QUIET_S: Final = 10.0
-"""An engine that has stored nothing for so long lends again, if another one asks."""
+"""An engine lends again, on request, after this time without storing anything."""
 
 PEER_TIER_THREAT: Final = ThreatProfile(
     row=SHARED_TIER_THREAT.row,

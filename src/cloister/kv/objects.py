@@ -20,7 +20,7 @@ _NONCE: Final = bytes(12)
 
 
 class KVHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an object says of itself.
+    """Description of an object.
 
     Attributes:
         format: digest of the `KVFormat` that its contents have.
@@ -171,7 +171,7 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True):
         request_id: of the request whose hold on the KV ends when all of it was sent.
         root: root of the chain.
         keys: prefix keys, by entry.
-        num_known: the asker has so many leading entries, for layers that see all positions.
+        num_known: number of leading entries that the asker has, for layers that see all positions.
         follows: the request's prompt is being computed there: entries are sent as they are done, until the last one is.
     """
 

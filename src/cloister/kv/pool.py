@@ -116,10 +116,10 @@ class BlockPool:
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
     def max_blocks(self, group: int, num_entries: int, width: int = 1) -> int:
-        """Returns the most blocks of a group that a sequence of so many table entries holds at once.
+        """Returns the maximum blocks of a group that a sequence of `num_entries` table entries holds at once.
 
         Args:
-            width: sequences that went apart behind the prompt, which one of them computed; they share nothing else.
+            width: number of sequences that share only the blocks of the prompt.
         """
         window, most = self.groups[group].window, self.groups[group].max_held
         if window is None or most is None:

@@ -104,7 +104,7 @@ class PrefixCache:
         return table
 
     def first_entries(self, num_entries: int) -> list[int]:
-        """Returns for each group the first entry that a hit of so many entries needs."""
+        """Returns for each group the first entry that a hit of `num_entries` entries needs."""
         return [self._first_entry(num_entries, window) for window in self._windows]
 
     def match_length(self, keys: Sequence[bytes], tiers: KVTiers | None = None, num_tiers: int | None = None) -> int:
@@ -205,7 +205,7 @@ class PrefixCache:
         Args:
             end: None: all keys.
             blocks: the table (`BlockTable.blocks`).
-            root: root of the chain; empty if nobody will look for it again, so that no tier keeps it.
+            root: root of the chain; empty if no later request can find it, so that no tier keeps it.
             expires: its blocks have a deadline (`renew`).
             documents: parts of the prompt that are encoded separately, each a branch of its own behind the prefix.
             owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
@@ -433,7 +433,7 @@ class PrefixCache:
             if block == NO_BLOCK or node.blocks[group] != NO_BLOCK or self._pool.is_kept(block):
                 continue
             if node.key in self._pinned and group == self._pool.state_group:
-                continue  # a state is too large to stay for good, and whether it is there must not tell who was
+                continue  # a state is too large to pin, and its presence would reveal other requests
             if group != self._full and not self._find_room(node.owner, group):
                 continue
             if node.key in self._pinned:

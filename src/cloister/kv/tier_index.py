@@ -25,8 +25,8 @@ MAX_UNWRITTEN_BYTES: Final = 64 * 2**20
 """KV that waits to be written to a tier, in all shares; while there is more, what is evicted is not stored. A slow disk delays
 no step."""
 TRY_EVERY: Final = 16
-"""Of loads that seem slower than computing, every so many-th one is made in part while its request is computed: the tier may
-have become faster."""
+"""Every n-th load that is predicted to be slower than computing is made in part, as a trial: the tier may have become
+faster."""
 MAX_TRIAL_BYTES: Final = 2**20
 """KV that such a trial reads; at least one entry."""
 STORE_SHARE: Final = 0.02

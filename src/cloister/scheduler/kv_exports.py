@@ -192,7 +192,7 @@ def limit_followed_chunk(start: int, num_left: int, block_size: int) -> int:
     takes to compute, so little is left to move after the last one.
 
     Args:
-        start: position from which it goes on.
+        start: first position of the rest.
     """
     if num_left <= max(LAST_TOKENS, block_size):
         return num_left

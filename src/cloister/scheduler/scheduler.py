@@ -451,7 +451,7 @@ class Scheduler:
         return self.take_events()
 
     def owners_of(self, plan: StepPlan) -> list[bytes | None]:
-        """Returns for whom a plan computes, as often as it has sequences of theirs (`RequestState.owner`)."""
+        """Returns the owner of each sequence in a plan (`RequestState.owner`)."""
         found = (self._requests.sequences.get(part.seq_id) for part in plan.sequences)
         return [sequence.request_state.owner for sequence in found if sequence is not None]
 

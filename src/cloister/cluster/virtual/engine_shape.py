@@ -30,7 +30,7 @@ class EngineShape:
         start_s: from the start of its process until it is ready.
         weights: 0, or others: an engine of them says something else.
         policy: in which order its scheduler computes requests.
-        num_adapters: so many adapters are loaded when it starts.
+        num_adapters: number of adapters loaded at its start.
         drafts: what its drafter makes, if it has one.
         helper_s: compiling a grammar takes up to this time beside its steps, and a mask a tenth of it.
         tiers: slots of its KV tiers in memory and on disk; 0 for none.
@@ -82,7 +82,7 @@ class EngineShape:
 
 
 def interpolate(curve: Sequence[tuple[int, float]], num_tokens: int) -> float:
-    """Returns the seconds of so many tokens on a curve (`EngineShape.curve`); 0 without points."""
+    """Returns the seconds of `num_tokens` tokens on a curve (`EngineShape.curve`); 0 without points."""
     if not curve:
         return 0.0
     if len(curve) == 1:

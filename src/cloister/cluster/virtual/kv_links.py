@@ -98,7 +98,7 @@ class KVSwitch:
         damage_rate: share of frames in which a bit of KV changes on the way.
         part_entries: entries of one datagram.
         entry_s: time that an entry takes on the way, one after the other of those that a replica sends.
-        links: those of the engine that each replica runs at present.
+        links: links of the engine that each replica currently runs.
     """
 
     network: VirtualNetwork

@@ -42,7 +42,7 @@ class ClusterShape:
         copies_prefixes: hot prefixes are copied to other replicas.
         part_entries: entries that an engine copies between two steps.
         num_cores: that engines, front and clients share; None: each has one of its own.
-        company: steps take so many times as long while others run on these cores too, as caches are shared.
+        company: slowdown of steps while others run on these cores too, as caches are shared.
         front: what front and clients take of them.
         scaling: when replicas are added and removed; None: all run.
     """

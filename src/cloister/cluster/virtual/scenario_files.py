@@ -18,7 +18,7 @@ from cloister.types.errors import ConfigError
 EXAMPLE: Final = '{"seed": 1, "jobs": [{"at_s": 0, "prompt": "hello"}]}'
 _NO_CHOICE: Final = re.compile(r"Invalid enum value .* - at `\$\.([^`]*)`")
 MIN_POOLED: Final = 2
-"""Slots of which one can be lent."""
+"""Minimum slots of a pool, so that one can be lent."""
 MAX_BEAMS: Final = 8
 
 

@@ -55,7 +55,7 @@ class VirtualThread(Executor):
         return job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Does nothing: what was submitted is done, as by a thread that goes on."""
+        """Does nothing: submitted jobs are still run."""
 
 
 def at_once(_: str) -> VirtualThread:

@@ -69,7 +69,7 @@ class DeliveryTimeline:
         self._num_delivered = num_delivered
 
     def _read(self, seconds: float, num_delivered: int) -> tuple[float, float]:
-        """Returns (area, tokens read) after so many seconds in which nothing is delivered."""
+        """Returns (area, tokens read) after `seconds` without deliveries."""
         reading_s = min(seconds, (num_delivered - self.num_read) / READING_SPEED)
         end = self.num_read + READING_SPEED * reading_s
         area = self.read_area + (self.num_read + end) / 2 * reading_s + end * (seconds - reading_s)
@@ -224,7 +224,7 @@ class QualityOfExperience(PreemptivePolicy):
         reader.num_preempted += reader.is_preempted
         reader.is_preempted = False
         self._estimate(sequence, self._predict_rate(list(self._view.running.values())))
-        reader.urgency = 2  # it preempts nobody before it was chosen
+        reader.urgency = 2  # it preempts none before it was chosen
         self._waiting[sequence.seq_id] = sequence
         self._queue.push(sequence)
 
