@@ -4,10 +4,9 @@ penalties, log-probabilities, drafts, adapters, and KV that comes back from tier
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,17 +47,11 @@ from cloister.types.request import Grammar, SamplingParams
 from cloister.types.scope import Scope
 from cloister.types.step import NewSequence, Sample
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SCENARIOS = 60
 """A planted bug must be found in so many scenarios that have what it is in."""
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def has_grammars(scenario: Scenario) -> bool:

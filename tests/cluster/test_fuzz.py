@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -39,17 +38,11 @@ from cloister.types.events import Ended, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SEEDS = 250
 """A planted bug must be found within so many seeds."""
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_engines_of_the_search_compute_in_every_order() -> None:

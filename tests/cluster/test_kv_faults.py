@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -38,16 +37,10 @@ from cloister.types.config import EngineConfig
 from cloister.types.events import Event, KVSource, Outputs, PrefetchKV, PrefixLeased
 from cloister.types.request import Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 MOST_SCENARIOS = 40
 take = Leases.take
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def believe_anything(sealer: KVSealer, found: KVObject, root: bytes, keys: list[bytes]) -> bool:

@@ -98,7 +98,7 @@ async def serving(
     finally:
         await replicas.drain(0.0)
         assert set(descendants(os.getpid())) <= before
-        assert replicas._placer._folder is None
+        assert replicas.placer._folder is None
 
 
 async def answer(replicas: PlacedReplicas, request: Request) -> list[SequenceOutput]:

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -22,6 +20,8 @@ from cloister.launch.scenario import Body, find_impossible, run_on_processes, wi
 from cloister.types.errors import ConfigError
 from cloister.types.events import Submit
 from tests.serving import MODEL, descendants, find_processes
+
+pytestmark = pytest.mark.usefixtures("no_log")
 
 START_S = 240.0
 END_S = 60.0
@@ -68,14 +68,6 @@ on_processes = pytest.mark.parametrize(
         ),
     ],
 )
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @on_processes
