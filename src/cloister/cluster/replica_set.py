@@ -20,6 +20,7 @@ from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.replica_drains import DRAIN_EVERY_S, ReplicaDrains
 from cloister.cluster.replica_scaling import ReplicaScaling
+from cloister.cluster.replica_start import start_replicas
 from cloister.cluster.replica_states import ClusterConfig, ReplicaStates, ScalingConfig
 from cloister.cluster.replica_updates import ReplicaUpdates
 from cloister.cluster.request_moves import RequestMoves
@@ -33,7 +34,7 @@ from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, Role
 from cloister.engine.request_client import DRAIN_REPLICA_S, Health, RequestClient
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.types.clock import Clock, WallClock
-from cloister.types.errors import CloisterError, EngineError, MemoryBudgetError
+from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Ended, Event, KVLoaded, PrefixLeased, Scheduled, Stepped
 from cloister.types.request import ModelInfo, Request
 from cloister.types.scope import Scope
@@ -179,7 +180,7 @@ class ReplicaSet(RequestClient):
             CloisterError: as of the engine that cannot start, or they serve different models.
         """
         replicas = self._states.with_engines()
-        error = await _start_all(replicas, len(self._replicas))
+        error = await start_replicas(replicas, len(self._replicas))
         if error is None and len({replica.model.fingerprint for replica in replicas}) > 1:
             error = EngineError(DIFFERENT_MODELS)
         if error is not None:
@@ -500,32 +501,3 @@ class ReplicaSet(RequestClient):
             self._hand_offs.note_scheduled(index, event.request_id)
         for listener in self._listeners:
             listener(event)
-
-
-async def _start_all(replicas: Sequence[EngineClient], num_sharing: int) -> BaseException | None:
-    """Starts all at once. If one cannot start, the others are given up, and its error is returned.
-
-    Args:
-        num_sharing: replicas that share the memory, with those that do not run at first.
-    """
-    starting = [asyncio.create_task(replica.start()) for replica in replicas]
-    try:
-        done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in starting:
-            task.cancel()
-    await asyncio.gather(*starting, return_exceptions=True)
-    error = next((task.exception() for task in done if task.exception() is not None), None)
-    if isinstance(error, MemoryBudgetError) and num_sharing > 1:
-        return _advise(error, num_sharing)
-    return error
-
-
-def _advise(error: MemoryBudgetError, num_sharing: int) -> MemoryBudgetError:
-    """Returns the memory error of one of `num_sharing` replicas, with the number of replicas that would fit, if it is known."""
-    if error.fit is None:
-        return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
-    if not (num_fitting := int(error.fit * num_sharing)):
-        return error
-    advice = f"start {num_fitting} replicas at most, since {num_sharing} share the memory"
-    return MemoryBudgetError(f"{advice}: of each, {error.message}", param=error.param)
