@@ -1,6 +1,6 @@
 """Detects replicas that are slower than the others, and decides which of them get requests. Pure: no clock, no I/O.
 
-Each replica has a cost model of its own steps (`scheduler.budget.StepCost`). A step is compared with what the models of the
+Each replica has a cost model of its own steps (`scheduler.step_cost.StepCost`). A step is compared with what the models of the
 others predict for its size, so a replica is not slow because it has more to do. A slowdown that the others have at the same
 time is subtracted, since replicas may share cores. The median of the last steps counts, so that a single late step changes
 nothing. Between SLOW and WELL the state does not change (hysteresis).
@@ -16,7 +16,7 @@ from statistics import median
 from typing import Final
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.events import Stepped
 
 SLOW: Final = 2.0

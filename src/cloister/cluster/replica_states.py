@@ -15,7 +15,7 @@ from cloister.cluster.replay import ReplayVerifier
 from cloister.engine.client import EngineClient
 from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role, StepCoefficients
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.clock import Clock
 from cloister.types.events import KVLoaded, KVStored, Stepped
 from cloister.types.request import ModelInfo

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies.base import SchedulingPolicy
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord, Status, table_of
 from cloister.scheduler.speculation import DraftDecision, Speculation
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample, StepResult
 
 

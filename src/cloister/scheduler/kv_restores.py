@@ -19,10 +19,10 @@ from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TierBlock
 from cloister.kv.tiers import KVTiers
 from cloister.kv.two_sided import MAX_TIME_RATIO, TwoSidedRestore
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.scheduler.two_sided_restores import TwoSidedRestores
 
 TRIAL: Final = ""

@@ -14,7 +14,7 @@ from cloister.kv import DEVICE, BlockPool, CacheQuotas, KeptUsage, PrefixKeys, S
 from cloister.kv.tiers import KVTiers
 from cloister.scheduler.admission import EngineLimits, count_beam_slots, find_refusal
 from cloister.scheduler.beam_search import Beams, BeamSearches
-from cloister.scheduler.budget import BudgetConfig, StepBudget, StepCost
+from cloister.scheduler.budget import BudgetConfig, StepBudget
 from cloister.scheduler.draft_allocator import DraftAllocator
 from cloister.scheduler.image_encodings import ImageEncodings
 from cloister.scheduler.kv_exports import KVExports
@@ -27,6 +27,7 @@ from cloister.scheduler.prefix_leases import PrefixLeases
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, table_of
 from cloister.scheduler.speculation import Speculation
+from cloister.scheduler.step_cost import StepCost
 from cloister.scheduler.step_planner import StepPlanner
 from cloister.types.events import Event, Progressed, Resumption
 from cloister.types.layerwise import CellLayout

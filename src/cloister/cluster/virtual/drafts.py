@@ -13,9 +13,9 @@ from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest
 from cloister.executor.logits_processors import Penalties, process_logits
 from cloister.executor.sampling import Sampler
 from cloister.executor.state import SequenceState
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 
 DraftKind = Literal["none", "chain", "tree"]

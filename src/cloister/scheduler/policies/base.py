@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.scheduler.budget import StepCost
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
+from cloister.scheduler.step_cost import StepCost
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 

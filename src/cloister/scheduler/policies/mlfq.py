@@ -7,10 +7,10 @@ sequence of an upper level preempts one of a lower level if slots or blocks are 
 
 from __future__ import annotations
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
 from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 MLFQ_THREAT = ThreatProfile(

@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from heapq import nsmallest
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, EngineView, SchedulingPolicy
 from cloister.scheduler.policies.overtaking import WINDOW
 from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFILL_ONLY_THREAT = ThreatProfile(

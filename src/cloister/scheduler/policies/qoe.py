@@ -12,10 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
 from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 QOE_THREAT = ThreatProfile(

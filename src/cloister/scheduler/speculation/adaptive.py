@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation.acceptance_rates import AcceptanceRates
 from cloister.scheduler.speculation.allocation import Allocation, Proposal
@@ -23,6 +22,7 @@ from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, Dr
 from cloister.scheduler.speculation.draft_times import DraftTimes
 from cloister.scheduler.speculation.sequence_stats import MAX_SAVED, TRIAL_SHARE, WATCHED, SequenceStats
 from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 
 STRIDE: Final = 16
 """After this many calls only every n-th is recorded: the fit takes longer than a drafter's search."""

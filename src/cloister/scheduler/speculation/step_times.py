@@ -12,7 +12,7 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 
 MIN_WEIGHT: Final = 0.03
 """Weight of a new time in the mean of a bucket with many measurements: about 30 steps are remembered."""
