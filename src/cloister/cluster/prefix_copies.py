@@ -58,7 +58,7 @@ class PrefixCopies:
             self.look()
 
     def look(self) -> None:
-        """Performs the actions that are due."""
+        """Does what is due."""
         self._perform(self._controller.decide(self._list_replicas(), self._clock.now()))
 
     def take_reply(self, index: int, reply: PrefixLeased) -> None:

@@ -76,7 +76,7 @@ class RequestRouting:
             return None  # it was accepted earlier: it waits where it is
 
     def place_decode(self, request: Request, replicas: list[ReplicaSnapshot]) -> int | None:
-        """Returns the decode replica of a request with its first token; None if none of `replicas` decodes."""
+        """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""
         return None if self._router is None else self._router.place_decode(request, replicas)
 
     def note_copy(self, request: Request, index: int) -> None:
