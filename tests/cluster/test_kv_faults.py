@@ -90,7 +90,7 @@ PLANTED: dict[str, tuple[Any, str, Any, int]] = {  # and the seed to begin with
     "an export never ends": (KVExports, "close", close_nothing, 0),
     "a copy is sent though its lease has ended": (KVExports, "is_leased", lease_everything, 404),
     "a prompt is followed for ever": (PromptFollowers, "end", forget_nothing, 0),
-    "a load outlives its request": (KVLoads, "_forget", leave_requests_alone, 0),
+    "a load outlives its request": (KVLoads, "_note_ended", leave_requests_alone, 0),
 }
 
 
