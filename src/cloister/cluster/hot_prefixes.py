@@ -19,6 +19,7 @@ import msgspec
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.kv import PrefixKeys
+from cloister.scheduler.sequence_prefixes import wants_every_position
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.threat import Requirement, ThreatProfile
@@ -136,7 +137,7 @@ class HotPrefixes:
         renew_s: float = 3.0,
         rest_s: float = 10.0,
     ) -> None:
-        self._chain, self._draw = keys, draw
+        self._keys, self._draw = keys, draw
         self._hot, self._cold, self.half_life_s = hot, cold, half_life_s
         self._min_blocks = max(1, -(-min_tokens // keys.block_size))
         self._min_skew = min_skew
@@ -157,13 +158,10 @@ class HotPrefixes:
     def note(self, request: Request, index: int, now: float) -> None:
         """Counts a request that a replica is given."""
         if request.scope.kind is ScopeKind.REQUEST or request.images or request.documents is not None:
-            return  # nobody can ask for its blocks again, or its keys are not of its tokens alone
-        if request.pooling is not None or request.sampling.prompt_logprobs is not None:
+            return  # no later request can read its blocks, or its keys do not depend on its tokens alone
+        if wants_every_position(request):
             return  # it uses no cache
-        root = self._chain.root(request.scope, request.adapter)
-        keys: list[bytes] = []
-        num_blocks = (len(request.token_ids) - 1) // self._chain.block_size
-        self._chain.extend(keys, root, request.token_ids, num_blocks, reads_public=request.adapter is None)
+        keys = self._keys.chain(request.scope, request.adapter, request.token_ids)
         num_hot = 0
         for key in reversed(keys):  # a chain is forgotten from its end
             heat = self._heat.setdefault(key, _KeyHeat(request.scope, now, now))
@@ -176,7 +174,7 @@ class HotPrefixes:
         while len(self._heat) > MAX_KEYS:
             self._heat.popitem(last=False)
         if num_hot >= self._min_blocks:
-            self._candidates[keys[num_hot - 1]] = _cut(request, num_hot * self._chain.block_size)
+            self._candidates[keys[num_hot - 1]] = _cut(request, num_hot * self._keys.block_size)
 
     def decide(self, replicas: Sequence[ReplicaSnapshot], now: float) -> list[LeaseAction]:
         """Returns the actions that are due, at most one new lease for each prefix.

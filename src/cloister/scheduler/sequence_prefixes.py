@@ -46,7 +46,7 @@ class SequencePrefixes:
         """
         root, owner = self.root_of(request)
         keys: list[bytes] = []
-        if self._keys is not None and not _wants_every_position(request):
+        if self._keys is not None and not wants_every_position(request):
             documents = request.documents  # of a prompt with documents only the prefix moves between engines
             num_tokens = len(token_ids) + num_more - 1 if documents is None else documents.starts[0]
             num_blocks = num_tokens // self._pool.block_size
@@ -136,7 +136,7 @@ class SequencePrefixes:
 
     def reads_prefixes(self, request: Request) -> bool:
         """Whether a request looks up its prompt in the prefix cache."""
-        return self.cache is not None and not _wants_every_position(request)
+        return self.cache is not None and not wants_every_position(request)
 
     def match_keys(self, sequence: SequenceRecord) -> list[bytes]:
         """Returns the keys whose blocks a waiting sequence may read: those before the last token, which must be computed for
@@ -144,7 +144,7 @@ class SequencePrefixes:
         if (
             self.cache is None
             or self._keys is None
-            or (sequence.index == 0 and _wants_every_position(sequence.request_state.request))
+            or (sequence.index == 0 and wants_every_position(sequence.request_state.request))
         ):
             return []
         num_blocks = (len(sequence.token_ids) - 1) // self._pool.block_size
@@ -186,6 +186,6 @@ def kept_root(scope: Scope, root: bytes) -> bytes:
     return b"" if scope.kind is ScopeKind.REQUEST and scope.lifetime_s is None else root
 
 
-def _wants_every_position(request: Request) -> bool:
+def wants_every_position(request: Request) -> bool:
     """Whether its reply needs the outputs of every prompt position, so that its first sequence cannot use prefix hits."""
     return request.sampling.prompt_logprobs is not None or request.pooling is not None
