@@ -29,7 +29,7 @@ from cloister.bench.drive import drive_client, make_requests
 from cloister.bench.report import fit_costs, fit_relative_costs
 from cloister.bench.workloads import WorkItem, make_tokens
 from cloister.cluster import ReplicaSet
-from cloister.cluster.virtual.engine import EngineShape, interpolate
+from cloister.cluster.virtual.engine_shape import EngineShape, interpolate
 from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.placement import StepProfile
 from cloister.cluster.virtual.prediction import ClusterShape

@@ -42,7 +42,7 @@ from cloister.bench.report import LatencyObjective, Summary, summarise
 from cloister.bench.traces import Trace, TraceRow, read_trace
 from cloister.bench.workloads import Recipe, WorkItem, build_workload, make_tokens
 from cloister.cluster import ROUTERS, ReplicaSet
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.prediction import running_cluster
 from cloister.text import Tokenizer

@@ -21,9 +21,9 @@ from typing import Any, Final
 
 from benchmarks.cluster_costs import OtherPrograms
 from cloister.cluster import ReplicaSet
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
-from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.engine.replica_snapshot import Role
 from cloister.launch.processes import make_engine

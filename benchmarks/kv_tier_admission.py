@@ -27,8 +27,9 @@ from typing import Final
 from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, PrefixCache
 from cloister.kv.access_sketch import AccessSketch
 from cloister.kv.tier_admission import TIER_ADMISSIONS
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 
 SALT: Final = b"benchmark's salt"
 ROOT: Final = b"root"

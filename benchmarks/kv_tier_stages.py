@@ -33,8 +33,8 @@ from cloister.engine.kv_tier_reads import FileReader, list_patterns, measure_rea
 from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex
 from cloister.launch import build_engine
 from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.types.config import EngineConfig

@@ -26,9 +26,10 @@ from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.routers import ROUTERS, RouterContext
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
-from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.scenario import LengthError

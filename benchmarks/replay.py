@@ -14,8 +14,9 @@ from cloister.bench.recorder import EventRecorder
 from cloister.bench.report import fit_relative_costs
 from cloister.kv import BlockPool, KVObject, PrefixKeys
 from cloister.kv.objects import KVHeader
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.clock import VirtualClock

@@ -33,9 +33,9 @@ from benchmarks.length_routing import Client
 from cloister.bench.traces import read_trace
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ScalingConfig
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
-from cloister.cluster.virtual.fuzz import open_tokenizer
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.engine.replica_snapshot import Role
 from cloister.models import locate

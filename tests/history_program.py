@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from cloister.backends.base import ForwardBatch, StepOutput, Wants
 from cloister.cluster.virtual import history_program
-from cloister.cluster.virtual.history_program import FloatArray, greedy_continuation, history_logits
+from cloister.cluster.virtual.history_program import FloatArray, history_logits
 
 __all__ = ["HistoryProgram", "greedy_continuation", "history_logits"]
 
@@ -35,3 +37,11 @@ class HistoryProgram(history_program.HistoryProgram):
         if self.poison is not None and self.poison in seen:
             return np.full(self.vocab_size, np.nan, np.float32)
         return super().logits_after(seen, adapter)
+
+
+def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int, salt: int = 0) -> list[int]:
+    """Returns the `num_tokens` tokens that greedy decoding appends to a prompt."""
+    tokens = list(token_ids)
+    for _ in range(num_tokens):
+        tokens.append(int(history_logits(tokens, vocab_size, salt).argmax()))
+    return tokens[len(token_ids) :]

@@ -5,8 +5,9 @@ from __future__ import annotations
 from cloister.kv import KVObject
 from cloister.kv.objects import KVHeader
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_restores import TierRead
 

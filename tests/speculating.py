@@ -28,9 +28,9 @@ from cloister.launch.drafters import MtpLayer
 from cloister.models import LoadedModel, load
 from cloister.models.safetensors import read_header, write_tensors
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.events import Ended, Preempted

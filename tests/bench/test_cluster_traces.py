@@ -11,7 +11,7 @@ from benchmarks.cluster_traces import AZURE, MOONCAKE, Case, Record, Run, main, 
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.report import LatencyObjective, summarise
 from cloister.bench.traces import TraceRow
-from cloister.cluster.virtual.engine import interpolate
+from cloister.cluster.virtual.engine_shape import interpolate
 from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.processors import FrontCosts
 from cloister.types.events import Stepped

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.cluster.backend.placer import (
+from cloister.cluster.backend.ray_messages import (
     Connected,
     DriverCommand,
     HostEnded,

@@ -4,10 +4,9 @@ penalties, log-probabilities, drafts, adapters, and KV that comes back from tier
 from __future__ import annotations
 
 import itertools
-import logging
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ import pytest
 
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE
+from cloister.cluster.virtual.byte_tokenizer import EOS, VOCAB_SIZE, open_tokenizer
 from cloister.cluster.virtual.grammars import GRAMMARS, derive, find_next, may_end
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import read_scenario
 from cloister.cluster.virtual.tier_threads import VirtualTierThreads
 from cloister.engine import EngineClient
 from cloister.engine.adapters import AdapterCalls
@@ -34,10 +34,11 @@ from cloister.executor.verification import Verification
 from cloister.kv import PrefixKeys
 from cloister.kv.lent_tier import LendingTierIndex, count_kept
 from cloister.kv.shared_tier import Place, SharedTierIndex
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock
-from cloister.kv.tiers import KVTierIndex
 from cloister.scheduler.beam_search import Beams
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.text import StopStrings
@@ -46,17 +47,11 @@ from cloister.types.request import Grammar, SamplingParams
 from cloister.types.scope import Scope
 from cloister.types.step import NewSequence, Sample
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SCENARIOS = 60
 """A planted bug must be found in so many scenarios that have what it is in."""
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def has_grammars(scenario: Scenario) -> bool:
@@ -263,7 +258,7 @@ def test_a_planted_bug_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search found it in one of 1,200 seeds; this is what it made of that one."""
-    scenario = fuzz.read_scenario(SCENARIOS / "a_move_ends_inside_a_step_with_drafts.json")
+    scenario = read_scenario(SCENARIOS / "a_move_ends_inside_a_step_with_drafts.json")
     assert not fuzz.replay(scenario).violations
     monkeypatch.setattr(Shadow, "_compare_ends", leave_out_the_rest_of_a_step)
     assert "another answer" in fuzz.replay(scenario).violations[0]
@@ -271,7 +266,7 @@ def test_a_move_that_leaves_out_the_rest_of_a_step_is_found(monkeypatch: pytest.
 
 def test_an_adapter_that_is_loaded_too_late_is_unloaded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its name could not be loaded again: one replica would have said that it has it, and all others that there is none."""
-    scenario = fuzz.read_scenario(SCENARIOS / "an_adapter_is_loaded_too_late.json")
+    scenario = read_scenario(SCENARIOS / "an_adapter_is_loaded_too_late.json")
     assert not fuzz.replay(scenario).violations
     again = OperatorAction(at_s=35.0, kind="load", adapter=1)
     later = fuzz.replay(msgspec.structs.replace(scenario, operations=(*scenario.operations, again)))
@@ -311,13 +306,13 @@ def test_an_adapter_whose_load_is_cancelled_is_unloaded_everywhere(monkeypatch: 
     ],
 )
 def test_what_the_search_found_is_mended(name: str) -> None:
-    assert not fuzz.replay(fuzz.read_scenario(SCENARIOS / f"{name}.json")).violations
+    assert not fuzz.replay(read_scenario(SCENARIOS / f"{name}.json")).violations
 
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_a_rule_lets_the_same_tokens_follow_as_the_grammar(name: str) -> None:
     """The rule knows nothing of the library that follows grammars in engines."""
-    draw, compiler = random.Random(name), GrammarCompiler(fuzz.open_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
+    draw, compiler = random.Random(name), GrammarCompiler(open_tokenizer(), vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,))
     beginning, mask = compiler.compile(GRAMMARS[name].write()), np.zeros(compiler.num_words, np.uint32)
     for _ in range(20):
         matcher, rule = beginning.copy(), GRAMMARS[name].rule

@@ -17,8 +17,9 @@ from cloister.cluster import ReplicaSet, controllers
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.migration import LoadBalancer
 from cloister.cluster.replica_states import ClusterConfig
-from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import KVSwitch
@@ -59,7 +60,7 @@ def make_replicas(num: int, router: str, config: ClusterConfig, draw: random.Ran
     loop = asyncio.get_running_loop()
     assert isinstance(loop, VirtualEventLoop)
     network = VirtualNetwork(draw, 0.0002)
-    switch, tokenizer, clock = KVSwitch(network, draw), fuzz.open_tokenizer(), loop.clock
+    switch, tokenizer, clock = KVSwitch(network, draw), open_tokenizer(), loop.clock
 
     def start(index: int) -> VirtualEngine:
         return make_engine(SHAPE, tokenizer, clock)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.rolling_update import RollingUpdate
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import read_scenario, write_scenario
+from cloister.cluster.virtual.shrinking import shrink
 from cloister.engine import EngineClient, in_flight
 from cloister.engine.in_flight import InFlightRequest, InFlightRequests
 from cloister.engine.poison_requests import Suspect, judge
@@ -37,17 +38,11 @@ from cloister.types.events import Ended, Submit
 from cloister.types.request import FinishReason
 from cloister.types.scope import LOCAL_SCOPE, Scope
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 SCENARIOS = Path(__file__).parent / "scenarios"
 MOST_SEEDS = 250
 """A planted bug must be found within so many seeds."""
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def test_engines_of_the_search_compute_in_every_order() -> None:
@@ -124,7 +119,7 @@ def test_a_second_hang_does_not_end_the_first() -> None:
 
 @pytest.mark.parametrize("path", sorted(SCENARIOS.glob("*.json")), ids=lambda path: path.stem)
 def test_a_scenario_that_broke_a_promise_once_keeps_all(path: Path) -> None:
-    assert fuzz.replay(fuzz.read_scenario(path)).violations == ()
+    assert fuzz.replay(read_scenario(path)).violations == ()
 
 
 # Bugs that are planted, each in place of a method. What they call is the real one.
@@ -264,9 +259,9 @@ def keep_forecasts(forecasts: LengthForecasts, event: Ended) -> None:
 
 
 def take_any_weights(
-    states: ReplicaStates, found: InFlightRequest | None = None, but: int | None = None
+    states: ReplicaStates, found: InFlightRequest | None = None, excluding: int | None = None
 ) -> list[ReplicaSnapshot]:
-    return states.accepting(but)
+    return states.accepting(excluding)
 
 
 async def exchange_at_once(update: RollingUpdate, index: int, client: EngineClient) -> EngineClient:
@@ -297,7 +292,7 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "aborted requests keep their blocks": (RequestTable, "end_request", hold_blocks_of_aborted),
     "the time waited is that between two clocks": (InFlightRequest, "submission", mix_clocks),
     "a request is blamed for a death that had other causes": (in_flight, "judge", blame_the_first),
-    "requests computed again count as those of clients": (ReplayVerifier, "has_sent", know_nothing),
+    "requests computed again count as those of clients": (ReplayVerifier, "is_replay", know_nothing),
     "another replica counts as slow": (ReplicaSpeeds, "_judge", name_another_one),
     "a request does not wake an idle engine": (EngineClient, "_want", want_nothing),
     "an engine counts as idle though it computes": (IdleTimer, "note_use", note_nothing),
@@ -306,11 +301,11 @@ PLANTED: dict[str, tuple[Any, str, Any]] = {
     "what two engines said is passed on twice": (Shadow, "news", say_all_again),
     "a request is open at both engines that compute it": (InFlightRequests, "add_shadow", pass_on_shadows),
     "lengths of requests that have ended are predicted on": (LengthForecasts, "end", keep_forecasts),
-    "an answer goes on with other weights": (ReplicaStates, "able", take_any_weights),
+    "an answer goes on with other weights": (ReplicaStates, "candidates", take_any_weights),
     "a replica that has requests gets another engine": (RollingUpdate, "_exchange", exchange_at_once),
     "a failed update leaves both weights": (RollingUpdate, "_roll_back", leave_both_weights),
     "a replica is stopped and its engine is not": (EngineClient, "rest", rest_in_words),
-    "a replica that is stopped gets requests": (ReplicaStates, "scaled", property(lambda states: set())),
+    "a replica that is stopped gets requests": (ReplicaStates, "inactive", property(lambda states: set())),
 }
 
 
@@ -368,10 +363,10 @@ def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
     seeds = map(fuzz.scenario_of, range(MOST_SEEDS))
     plain = (scenario for scenario in seeds if not scenario.moves_kv and not scenario.operations)
     found = next(scenario for scenario in plain if fuzz.replay(scenario).violations)
-    small = fuzz.shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
+    small = shrink(found, lambda scenario: bool(fuzz.replay(scenario).violations))
     assert len(small.jobs) == 1 < len(found.jobs)
-    fuzz.write_scenario(small, tmp_path / "small.json")
-    again = fuzz.replay(fuzz.read_scenario(tmp_path / "small.json"))
+    write_scenario(small, tmp_path / "small.json")
+    again = fuzz.replay(read_scenario(tmp_path / "small.json"))
     assert again == fuzz.replay(small)
     assert again.violations
     monkeypatch.undo()
@@ -380,9 +375,9 @@ def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
 
 def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"seed": "x"}')
-    for name, said in (("odd.json", "holds no scenario"), ("missing.json", "No such file or directory; check the path")):
+    for name, said in (("odd.json", "does not hold a scenario"), ("missing.json", "No such file or directory; check the path")):
         with pytest.raises(ConfigError, match=said):
-            fuzz.read_scenario(tmp_path / name)
+            read_scenario(tmp_path / name)
 
 
 @pytest.mark.parametrize(
@@ -395,14 +390,14 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a"}], "faults": [{"at_s": 0, "kind": "crash", "replica": 2}]}', "0 to 1"),
         ('{"seed": 1, "num_standby": 2, "jobs": [{"at_s": 0, "prompt": "a"}]}', "less than num_replicas"),
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "grammar": "nosuch"}]}', "grammars are number"),
-        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters are 1 to 2"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters must be 1 to 2"),
         ('{"seed": 1, "tiers": [-1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "numbers of slots"),
         ('{"seed": 1, "pool": "peer", "tiers": [1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "2 slots in memory"),
-        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams are n to 8"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams must be n to 8"),
         ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
     ],
 )
 def test_a_scenario_that_cannot_be_is_one_error(tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "odd.json").write_text(text)
     with pytest.raises(ConfigError, match=said):
-        fuzz.read_scenario(tmp_path / "odd.json")
+        read_scenario(tmp_path / "odd.json")

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
 import random
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import pytest
@@ -16,7 +15,9 @@ from cloister.cluster.link import LinkTimes
 from cloister.cluster.prefix_copies import PrefixCopies
 from cloister.cluster.prompt_followers import PromptFollowers
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
 from cloister.cluster.virtual.network import VirtualNetwork
@@ -28,23 +29,18 @@ from cloister.kv import KVObject, KVSealer, Leases
 from cloister.kv.leases import _Lease
 from cloister.kv.prefix_cache import PrefixCache
 from cloister.scheduler.kv_exports import KVExports
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.prefix_leases import PrefixLeases
 from cloister.scheduler.sequence import RequestState
 from cloister.types.config import EngineConfig
 from cloister.types.events import Event, KVSource, Outputs, PrefetchKV, PrefixLeased
 from cloister.types.request import Request, SamplingParams
 
+pytestmark = pytest.mark.usefixtures("no_log")
+
 MOST_SCENARIOS = 40
 take = Leases.take
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 def believe_anything(sealer: KVSealer, found: KVObject, root: bytes, keys: list[bytes]) -> bool:
@@ -94,7 +90,7 @@ PLANTED: dict[str, tuple[Any, str, Any, int]] = {  # and the seed to begin with
     "an export never ends": (KVExports, "close", close_nothing, 0),
     "a copy is sent though its lease has ended": (KVExports, "is_leased", lease_everything, 404),
     "a prompt is followed for ever": (PromptFollowers, "end", forget_nothing, 0),
-    "a load outlives its request": (KVLoads, "_forget", leave_requests_alone, 0),
+    "a load outlives its request": (KVLoads, "_note_ended", leave_requests_alone, 0),
 }
 
 
@@ -205,7 +201,7 @@ def test_a_front_hears_nothing_of_what_the_one_before_it_had_loaded(follows: boo
         loop, draw = asyncio.get_running_loop(), random.Random(1)
         assert isinstance(loop, VirtualEventLoop)
         network = VirtualNetwork(draw, 0.0002)
-        tokenizer, switch = fuzz.open_tokenizer(), KVSwitch(network, draw)
+        tokenizer, switch = open_tokenizer(), KVSwitch(network, draw)
         engine = make_engine(EngineShape(), tokenizer, loop.clock)
         host = Host(0, lambda: engine, network, draw, start_s=0.5, times=LinkTimes(), switch=switch)
         before, after = (LinkTransport(host, draw, Supervision()) for _ in range(2))

@@ -20,19 +20,14 @@ from hypothesis import strategies as st
 
 from cloister.cluster import ROUTERS
 from cloister.cluster.backend import placer, ray_folder
-from cloister.cluster.backend.placer import (
-    PlacedReplicas,
-    RayPlacer,
-    RaySettings,
-    choose_num_cpus,
-    driver_variables,
-    share_memory,
-)
+from cloister.cluster.backend.node_resources import choose_num_cpus, share_memory
+from cloister.cluster.backend.placed_replicas import PlacedReplicas
+from cloister.cluster.backend.placer import RayPlacer, driver_variables
+from cloister.cluster.backend.ray_messages import RaySettings
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import RouterContext
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, Supervision
 from cloister.engine.identity import Identity
 from cloister.engine.replica_snapshot import UpdateProgress
@@ -47,11 +42,6 @@ from tests.history_program import greedy_continuation
 from tests.serving import descendants
 
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_placer(identity: Identity, address: str | None = None) -> RayPlacer:
@@ -77,10 +67,9 @@ def make_replicas(
         return EngineClient(transport, make_config(path))
 
     context = RouterContext(PrefixKeys("history", BLOCK_SIZE), random.Random(0))
-    return PlacedReplicas(
+    replicas = PlacedReplicas(
         [make(entry, index) for index, entry in enumerate(entries)],
         lambda model: ROUTERS.get("round_robin")(context),
-        placer,
         ClusterConfig(),
         BLOCK_SIZE,
         avoids_slow=False,
@@ -88,6 +77,8 @@ def make_replicas(
         release=EngineRelease("old", lambda index, lora: make(entries[0], index)),
         make_release=lambda model: EngineRelease(model, lambda index, lora: make(new, index)),
     )
+    replicas.placer = placer
+    return replicas
 
 
 @asynccontextmanager
@@ -107,7 +98,7 @@ async def serving(
     finally:
         await replicas.drain(0.0)
         assert set(descendants(os.getpid())) <= before
-        assert replicas._placer._folder is None
+        assert replicas.placer._folder is None
 
 
 async def answer(replicas: PlacedReplicas, request: Request) -> list[SequenceOutput]:
@@ -272,10 +263,10 @@ def test_a_driver_whose_end_is_cancelled_is_ended_by_the_next_call(monkeypatch: 
 def test_a_process_ends_when_its_event_loop_stands_still_for_too_long(blocks_s: float, status: int) -> None:
     program = f"""
 import asyncio, time
-from cloister.cluster.backend.loop_watch import LoopWatch
+from cloister.cluster.backend.loop_watchdog import LoopWatchdog
 
 async def main():
-    watch = LoopWatch(2.0)
+    watch = LoopWatchdog(2.0)
     watch.start()
     beating = asyncio.create_task(watch.beat())
     for _ in range(4):

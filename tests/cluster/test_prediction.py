@@ -6,14 +6,13 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
 from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.recorder import RequestRecord
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.cluster.virtual.engine import EngineShape, write_byte_tokenizer
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.kv_links import KVSwitch, LinkCosts, VirtualKVLinks
 from cloister.cluster.virtual.network import VirtualNetwork
@@ -34,12 +33,6 @@ ENGINE = EngineShape(
 DELAY_S = 0.004
 MIXED = ClusterShape(ENGINE, "least_load", delay_s=DELAY_S)
 SPLIT = replace(MIXED, router="capacity_random", roles=("prefill", "decode"), moves_kv=True, part_entries=64)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("bytes")
-    return Tokenizer(write_byte_tokenizer(folder))
 
 
 def ask(number: int, num_input: int, num_output: int, at_s: float = 0.0, shared: int = 0) -> Timed:

@@ -17,7 +17,7 @@ import httpx
 import pytest
 
 from benchmarks.cluster_demo import START_S, VARIABLES, ask_all, local_ray, make_bodies, serving
-from cloister.cluster.backend.placer import RaySettings
+from cloister.cluster.backend.ray_messages import RaySettings
 from cloister.types.errors import EngineError
 from tests.serving import ServeProcess, descendants
 

@@ -9,10 +9,11 @@ import pytest
 
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.checks import JobAnswer
-from cloister.cluster.virtual.engine import EngineShape, make_engine, write_byte_tokenizer
-from cloister.cluster.virtual.reference import are_right
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
+from cloister.cluster.virtual.job_requests import make_request
+from cloister.cluster.virtual.reference import match_program
 from cloister.cluster.virtual.scenario import NUM_ADAPTERS, Job
-from cloister.cluster.virtual.simulation import make_request
 from cloister.text import Tokenizer
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Submit
@@ -21,11 +22,6 @@ from cloister.types.request import FinishReason
 SHAPE = EngineShape(num_adapters=NUM_ADAPTERS)
 TOO_LONG = "x" * 300
 JOBS = [{"max_tokens": 20}, {"max_tokens": 90, "num_stop_ids": 20}, {"max_tokens": 200, "stop": "a"}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    return Tokenizer(write_byte_tokenizer(tmp_path_factory.mktemp("bytes")))
 
 
 def answer(tokenizer: Tokenizer, *jobs: Job) -> list[JobAnswer]:
@@ -48,8 +44,8 @@ def test_answers_of_an_engine_are_right(tokenizer: Tokenizer) -> None:
         FinishReason.STOP,
         FinishReason.REJECTED,
     }
-    assert all(are_right([each], SHAPE) for each in answers)
-    assert are_right(answers, SHAPE)
+    assert all(match_program([each], SHAPE) for each in answers)
+    assert match_program(answers, SHAPE)
 
 
 def change_a_token(found: JobAnswer) -> None:
@@ -84,9 +80,9 @@ def swap_two_sequences(found: JobAnswer) -> None:
 @pytest.mark.parametrize("spoil", [change_a_token, lose_a_token, change_the_text, end_otherwise, refuse, swap_two_sequences])
 def test_a_wrong_answer_is_none(job: dict[str, object], spoil: Callable[[JobAnswer], None], tokenizer: Tokenizer) -> None:
     (found,) = answer(tokenizer, Job(at_s=0.0, prompt="Once", n=2, temperature=1.0, seed=5, **job))
-    assert are_right([found], SHAPE)
+    assert match_program([found], SHAPE)
     spoil(found)
-    assert not are_right([found], SHAPE)
+    assert not match_program([found], SHAPE)
 
 
 def test_an_answer_that_was_cut_is_right_as_far_as_it_goes(tokenizer: Tokenizer) -> None:
@@ -94,13 +90,13 @@ def test_an_answer_that_was_cut_is_right_as_far_as_it_goes(tokenizer: Tokenizer)
     (whole,) = found.token_ids
     assert found.ends == [[FinishReason.STOP]]
     found.token_ids, found.ends = [whole[:-2]], [[FinishReason.TIMEOUT]]
-    assert are_right([found], SHAPE)
+    assert match_program([found], SHAPE)
     found.token_ids = [[*whole, 97]]
-    assert not are_right([found], SHAPE)
+    assert not match_program([found], SHAPE)
 
 
 def test_a_request_that_no_engine_takes_has_no_answer(tokenizer: Tokenizer) -> None:
     (found,) = answer(tokenizer, Job(at_s=0.0, prompt=TOO_LONG))
     assert found.ends == [[FinishReason.REJECTED]]
     found.ends = [[FinishReason.LENGTH]]
-    assert not are_right([found], SHAPE)
+    assert not match_program([found], SHAPE)

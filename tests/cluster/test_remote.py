@@ -10,18 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.types.errors import ConfigError, MemoryBudgetError
 from cloister.types.events import Ended, Event
 from cloister.types.request import FinishReason, Request, SequenceOutput
 from tests.cluster.remote_hosts import Remote, make_remote, serving
 from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_request
 from tests.history_program import greedy_continuation
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def run(main: Coroutine[None, None, None]) -> None:

@@ -21,7 +21,6 @@ from cloister.cluster.remote.host import MAX_HANDSHAKES, EngineHost
 from cloister.cluster.remote.placement import Place
 from cloister.cluster.remote.session import ANOTHER, NOBODY_LISTENS, HostSession
 from cloister.cluster.remote.wire import CHUNK_BYTES, MAX_FRAME_BYTES, Assembler, ChunkKind, split
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine.child_process import ProcessHandle
 from cloister.engine.identity import Identity
 from cloister.types.errors import ConfigError, EngineError
@@ -153,11 +152,6 @@ def test_a_port_without_a_host_ends_the_session_at_once() -> None:
         await session.close()
 
     run(main())
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def test_the_front_gets_in_past_a_crowd_of_half_open_connections(model_path: Path) -> None:

@@ -18,7 +18,7 @@ from cloister.backends.native.backend import NativeBackend
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.tensors import QuantizedTensor, Tensor
 from cloister.cluster import ReplicaSet
-from cloister.cluster.replay import Answer, ReplayVerifier, find_odd, may_replay
+from cloister.cluster.replay import Answer, ReplayVerifier, find_outlier, may_replay
 from cloister.engine import EngineClient, EngineCore, ThreadTransport
 from cloister.launch import build_engine
 from cloister.types.config import EngineConfig
@@ -139,7 +139,7 @@ def test_two_that_differ_are_counted_and_nobody_is_accused(
     with caplog.at_level(logging.ERROR):
         server.answer(prompts(1))
     assert [snapshot.num_mismatches for snapshot in server.replicas.snapshots()] == [1, 1]
-    assert server.replicas._verifier.odd == set()
+    assert server.replicas._verifier.suspicious == set()
     assert "nothing says which of them is right" in caplog.text
 
 
@@ -186,10 +186,10 @@ def test_what_is_computed_again_has_a_scope_of_its_own(llama: Path, monkeypatch:
 
 def test_only_a_majority_accuses() -> None:
     one, other, third = ((1, 2),), ((1, 3),), ((4,),)
-    assert find_odd({0: one, 2: other}) is None
-    assert find_odd({0: one, 2: other, 3: one}) == 2
-    assert find_odd({0: one, 2: other, 3: other}) == 0
-    assert find_odd({0: one, 1: other, 2: third}) is None
+    assert find_outlier({0: one, 2: other}) is None
+    assert find_outlier({0: one, 2: other, 3: one}) == 2
+    assert find_outlier({0: one, 2: other, 3: other}) == 0
+    assert find_outlier({0: one, 1: other, 2: third}) is None
 
 
 def test_requests_that_may_have_several_answers_are_not_compared() -> None:

@@ -22,7 +22,6 @@ from cloister.cluster import ROUTERS, ReplicaSet, shadow_moves
 from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import Router, RouterContext
 from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport, Supervision, channel
 from cloister.engine.fork_server import ForkServer, _Template
 from cloister.engine.replica_snapshot import Role
@@ -39,11 +38,6 @@ from tests.thinning import examples
 
 NUM_REPLICAS = 3
 T = TypeVar("T")
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_router(name: str, model: ModelInfo) -> Router:
@@ -371,7 +365,7 @@ def test_a_replica_says_that_it_is_slow_or_drained_and_what_an_operator_did_coun
     engines.client._states.speeds._speeds[1].is_slow = True
     engines.client._states.draining.add(2)
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["running", "slow", "drained"]
-    engines.client._verifier.odd.add(1)
+    engines.client._verifier.suspicious.add(1)
     assert engines.client.snapshots()[1].state == "suspicious"
     engines.client._states.draining.add(1)
     engines.client.submit(make_request("a", max_tokens=2), lambda output: None)

@@ -14,7 +14,6 @@ import pytest
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport
 from cloister.engine.core import EngineCore
 from cloister.engine.replica_snapshot import UpdateProgress
@@ -30,11 +29,6 @@ from tests.history_program import greedy_continuation
 
 WAIT_S = 300.0
 MODULE = "tests.cluster.test_rolling_update"
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_router(model: ModelInfo) -> Router:

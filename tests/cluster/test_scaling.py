@@ -17,7 +17,6 @@ from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.scaling import GONE, ReplicaAddition, ReplicaRemoval, ScalingController, choose_first
 from cloister.cluster.virtual import fuzz
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
 from cloister.engine import EngineClient, ProcessTransport, Supervision
 from cloister.engine.core import EngineCore
@@ -35,11 +34,6 @@ from tests.engine.test_process import until
 from tests.history_program import greedy_continuation
 
 DEADLINE_S = 600.0
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 CALM = ReplicaSnapshot(0, num_slots=8)

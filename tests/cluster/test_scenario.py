@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
-import logging
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,11 +14,14 @@ import pytest
 
 from cloister.cluster.virtual import fuzz
 from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction, Scenario
+from cloister.cluster.virtual.scenario_files import write_scenario
 from cloister.engine.in_flight import InFlightRequest
 from cloister.launch.scenario import Body, find_impossible, run_on_processes, without_impossible
 from cloister.types.errors import ConfigError
 from cloister.types.events import Submit
 from tests.serving import MODEL, descendants, find_processes
+
+pytestmark = pytest.mark.usefixtures("no_log")
 
 START_S = 240.0
 END_S = 60.0
@@ -69,14 +70,6 @@ on_processes = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
-
-
 @on_processes
 def test_a_scenario_keeps_every_promise_in_virtual_time_and_on_processes(on: Body) -> None:
     virtual, real = fuzz.replay(SCENARIO), run_on_processes(SCENARIO, on, MODEL)
@@ -103,7 +96,7 @@ def test_a_scenario_that_is_told_to_end_leaves_no_process_and_no_folder(on: Body
     before, path = set(Path("/tmp").glob("cl-ray-*")), tmp_path / "scenario.json"
     hang = InjectedFault(at_s=0.1, kind="hang", lasts_s=1000.0)
     late = msgspec.structs.replace(JOBS[0], at_s=1000.0)
-    fuzz.write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
+    write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
     command = [sys.executable, "-m", "cloister.cli", "cluster", "fuzz", "--scenario", str(path), "--on", on]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as running:
         give_up_s = time.monotonic() + START_S

@@ -7,7 +7,6 @@ and each run of one commit the same: a test's name has the seeds that it runs.
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -16,6 +15,8 @@ import pytest
 
 import cloister
 from cloister.cluster.virtual import fuzz
+
+pytestmark = pytest.mark.usefixtures("no_log")
 
 NUM_FIXED: Final = 1000
 NUM_FRESH: Final = 600
@@ -39,14 +40,6 @@ def chunks(first: int, count: int) -> Iterator[range]:
 FIXED: Final = [*chunks(0, NUM_FIXED)]
 FRESH: Final = [*chunks(find_fresh(Path(cloister.__file__).parent), NUM_FRESH)]
 SLOW: Final = [pytest.param(seeds, marks=pytest.mark.slow) for seeds in chunks(NUM_FIXED, NUM_SLOW)]
-
-
-@pytest.fixture(autouse=True)
-def no_log() -> Iterator[None]:
-    """The engines' deaths are the purpose, and no news."""
-    logging.disable(logging.CRITICAL)
-    yield
-    logging.disable(logging.NOTSET)
 
 
 @pytest.mark.parametrize("seeds", [*FIXED, *FRESH, *SLOW], ids=str)

@@ -246,9 +246,10 @@ def test_prefixes_are_copied_where_there_is_one_user_only(profile: str) -> None:
     assert resolve_settings({"replicas": 2, "kv_transfer": "unix", "profile": "open"}).policy.allows("hot-prefixes")
 
 
-def test_several_models_have_no_replicas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("setting", ["replicas = 2", 'on = "ray"'])
+def test_several_models_have_no_replicas(tmp_path: Path, setting: str) -> None:
     file = tmp_path / "cloister.toml"
-    file.write_text('replicas = 2\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
+    file.write_text(setting + '\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
     with pytest.raises(ConfigError, match="replicas are of one model"):
         resolve_settings(config_file=file)
 
@@ -285,13 +286,6 @@ def test_threads_are_those_of_ray_machines_one_replica_has_a_router_too_and_none
     alone = resolve_settings({"on": "ray", "replicas": 2})
     assert alone.engine.config.num_threads == max(1, read_machine().num_cpus // 2)
     assert resolve_settings({"on": "ray", "ray_address": "x:1", "num_threads": 3}).engine.config.num_threads == 3
-
-
-def test_several_models_are_not_placed(tmp_path: Path) -> None:
-    file = tmp_path / "cloister.toml"
-    file.write_text('on = "ray"\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
-    with pytest.raises(ConfigError, match="replicas are of one model"):
-        resolve_settings(config_file=file)
 
 
 @pytest.mark.usefixtures("ray_is_installed")

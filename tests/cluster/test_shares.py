@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import pytest
 
 from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.cluster.virtual.engine import EngineShape, TimedRunner, write_byte_tokenizer
+from cloister.cluster.virtual.engine import TimedRunner
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.text import Tokenizer
@@ -54,12 +54,6 @@ class BusyMachine:
         self.held_up[index] = (num_left - 1, factor)
         runner.slowness = factor * (1.0 if index else self.slow)
         return run_exactly(runner, plan)
-
-
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
-    folder: Path = tmp_path_factory.mktemp("bytes")
-    return Tokenizer(write_byte_tokenizer(folder))
 
 
 def make_requests(seed: int) -> list[Timed]:

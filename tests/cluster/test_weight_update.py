@@ -16,7 +16,6 @@ import pytest
 from cloister.cluster import ROUTERS, ReplicaSet
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import Router, RouterContext
-from cloister.cluster.virtual.engine import write_byte_tokenizer
 from cloister.engine import EngineClient
 from cloister.engine.core import EngineCore
 from cloister.engine.in_flight import EngineStats
@@ -40,11 +39,6 @@ WAIT_S = 300.0
 NEW = 1
 BY_WEIGHTS = {"": 0, "weights 1": NEW}
 Make = Callable[[int], EngineClient]
-
-
-@pytest.fixture(scope="module")
-def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_byte_tokenizer(tmp_path_factory.mktemp("model"))
 
 
 def make_router(model: ModelInfo) -> Router:

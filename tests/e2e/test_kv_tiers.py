@@ -241,7 +241,7 @@ def test_a_front_that_was_computed_and_an_end_that_was_loaded_have_the_bits_of_w
     case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_restores.MOST_OF_ALONE", 1e9)
+    monkeypatch.setattr("cloister.scheduler.kv_restores.MAX_TIME_RATIO", 1e9)
     config = make_config(tmp_path, *ROUND_TRIPS[case])
     if case == ADAPTER:
         config = replace(config, lora=f"ann={write_adapter(tmp_path / 'adapter', Path(config.model))}")

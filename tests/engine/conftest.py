@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from tests.engine.kv_fixtures import patience as patience
 from tests.engine.kv_fixtures import tokenizer as tokenizer
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import msgspec
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, ProcessTransport
 from cloister.types.errors import EngineError
 from cloister.types.events import Arrived, Ended, Event, Stepped

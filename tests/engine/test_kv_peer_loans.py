@@ -46,7 +46,7 @@ def keys_of(engine: Engine) -> list[bytes]:
     from cloister.types.request import Request, SamplingParams
 
     request = Request(request_id="x", token_ids=PROMPT, sampling=SamplingParams())
-    return list(engine.engine.scheduler._requests.chain_of(request, PROMPT)[0])[: NUM_HIT // 8]
+    return list(engine.engine.scheduler._requests.prefixes.chain_of(request, PROMPT)[0])[: NUM_HIT // 8]
 
 
 def page_out(engine: Engine, first: int = 0) -> None:

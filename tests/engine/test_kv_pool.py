@@ -34,7 +34,7 @@ ANN = Scope(ScopeKind.TENANT, b"ann")
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("cloister.scheduler.kv_load.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 class Machine:

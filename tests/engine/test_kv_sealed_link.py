@@ -257,7 +257,7 @@ def test_who_names_a_request_that_was_handed_to_it_gets_no_kv_of_another_one(
     own = make_request("r")
     source.core.input_queue.put(Submit(own, 0, hold_kv_s=60.0, prefill_only=is_held))
     run_until(lambda: bool(source.find(PrefillDone) if is_held else source.find(Scheduled)[1:]), source)
-    exports, table = source.engine.scheduler.kv_exports, source.engine.scheduler._requests
+    exports, table = source.engine.scheduler.kv_exports, source.engine.scheduler._requests.prefixes
     others, root, _ = table.chain_of(make_request("session", OTHER), OTHER)
     for follows in (False, True):
         number = exports.open(KVQuery("r", root, others, follows=follows), 1.0)

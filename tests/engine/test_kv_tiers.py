@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import kv_tier_files, kv_tier_reads, kv_tier_worker
 from cloister.engine.kv_pool import PoolSeat
 from cloister.engine.kv_tier_files import TierFile
 from cloister.engine.kv_tier_storage import KV_TIERS, TierSetting, parse_tiers
 from cloister.kv import BlockGroup, KVFormat
+from cloister.kv.tier_index import TRY_EVERY, KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import TRY_EVERY, KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler.kv_restores import TierEntry, TierRead
 from cloister.text import Tokenizer
 from cloister.types.clock import WallClock
@@ -115,7 +117,7 @@ class Engine:
 
     def blocks_of(self, token_ids: list[int] = PROMPT) -> list[TierBlock]:
         request = Request(request_id="x", token_ids=token_ids, sampling=SamplingParams())
-        keys, _, _ = self.engine.scheduler._requests.chain_of(request, token_ids)
+        keys, _, _ = self.engine.scheduler._requests.prefixes.chain_of(request, token_ids)
         return [block for key in keys if (block := self.index.find(key, 0)) is not None]
 
     def overwrite(self, block: TierBlock, content: bytes, offset: int = 0) -> None:
@@ -126,7 +128,7 @@ class Engine:
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
     monkeypatch.setattr("cloister.scheduler.kv_restores.MIN_READ_S", 60.0)
-    monkeypatch.setattr("cloister.scheduler.kv_loads.KV_LOAD_TIMEOUT_S", 300.0)
+    monkeypatch.setattr("cloister.scheduler.kv_load.KV_LOAD_TIMEOUT_S", 300.0)
 
 
 @pytest.fixture
@@ -503,7 +505,7 @@ def test_a_damaged_block_of_either_tier_is_a_miss(make: Callable[..., Engine], t
     expected = engine.answer("first")
     engine.crowd_out(0, 3)
     request = Request(request_id="x", token_ids=PROMPT, sampling=SamplingParams())
-    keys, _, _ = engine.engine.scheduler._requests.chain_of(request, PROMPT)
+    keys, _, _ = engine.engine.scheduler._requests.prefixes.chain_of(request, PROMPT)
     blocks = [engine.tier.tiers.find(key, 0) for key in keys]
     assert {block.tier for block in blocks if block is not None} == {0, 1}
     number, block = next((number, block) for number, block in enumerate(blocks) if block is not None and block.tier == damaged)
@@ -645,7 +647,7 @@ from cloister.engine.kv_tier_storage import TierSetting
 from cloister.engine.kv_tier_worker import TierWorker
 from cloister.kv import BlockGroup, KVFormat
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex
+from cloister.kv.tier_index import KVTierIndex
 setting = TierSetting.parse(f"disk:{sys.argv[1]},64M")
 layout = TierLayout.plan(setting.limit_bytes, (100_000,), [BlockGroup(8)])
 file = TierFile("disk", setting.storage.open(setting), layout)

@@ -13,7 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
 from cloister.engine.kv_sockets import KVSocketLinks
@@ -249,7 +250,7 @@ def test_a_copy_that_is_made_while_its_blocks_are_taken_away_is_not_sent(
     pair.target.core.input_queue.put(PrefetchKV(pair.request, PROMPT, source, follows=True))
     run_until(is_copying.is_set, pair.source, pair.target)
     while pair.source.engine.scheduler.leases:
-        assert pair.source.engine.scheduler.kv_loads.give_up_one(0.0)
+        assert pair.source.engine.scheduler.kv_loads.reclaim_one(0.0)
     may_go_on.set()
     run_until(lambda: bool(pair.target.find(KVLoaded)), pair.source, pair.target)
     assert [(event.complete, event.num_bytes) for event in pair.target.find(KVLoaded)] == [(False, 0)]

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from cloister.cluster.virtual.engine import EngineShape, make_engine
-from cloister.cluster.virtual.fuzz import open_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine.supervision import LivenessProbe, Restarts, Watchdog
 from cloister.types.clock import VirtualClock
 from cloister.types.events import Arrived, Outputs, Ping, Stepped

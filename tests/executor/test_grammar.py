@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from cloister.backends.base import Capability
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor import grammar as grammar_module
 from cloister.executor.grammar import make_thread, mask_tokens

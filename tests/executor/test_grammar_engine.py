@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import Grammars, ModelRunner

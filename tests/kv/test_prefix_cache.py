@@ -72,9 +72,9 @@ def test_the_least_recently_used_leaf_goes_first(pool, tree, keys):
     old = remember(pool, tree, chain(keys, [1] * 8))
     new = remember(pool, tree, chain(keys, [2] * 8))
     tree.match(chain(keys, [1] * 8))
-    assert tree.evict_one() == new[1], "a leaf, and not the one just used"
-    assert tree.evict_one() == new[0], "a parent once its children are gone"
-    assert tree.evict_one() == old[1]
+    assert tree.evict_one(0) == new[1], "a leaf, and not the one just used"
+    assert tree.evict_one(0) == new[0], "a parent once its children are gone"
+    assert tree.evict_one(0) == old[1]
     tree.check()
     pool.check()
 
@@ -82,9 +82,9 @@ def test_the_least_recently_used_leaf_goes_first(pool, tree, keys):
 def test_blocks_in_use_are_never_evicted(pool, tree, keys):
     blocks = remember(pool, tree, chain(keys, [1] * 8))
     pool.share(blocks)
-    assert tree.evict_one() is None
+    assert tree.evict_one(0) is None
     pool.release(reversed(blocks))
-    assert tree.evict_one() == blocks[1]
+    assert tree.evict_one(0) == blocks[1]
 
 
 def test_an_allocation_evicts_what_nobody_uses(pool, tree, keys):
@@ -117,7 +117,7 @@ def test_a_private_copy_takes_the_place_of_an_evicted_original(pool, tree, keys)
     second.grow(0, 12)
     tree.insert(found[:1], second.blocks, 0)
     first.close()
-    assert tree.evict_one() is not None
+    assert tree.evict_one(0) is not None
     tree.insert(found, second.blocks, 1)
     assert tree.match(found) == second.blocks
     second.close()

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from cloister.kv.shared_tier import SharedTierIndex
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 
 NUM_SLOTS = 4
 LAYOUT = TierLayout((100,), (NUM_SLOTS,))

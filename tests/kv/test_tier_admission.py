@@ -8,10 +8,11 @@ from hashlib import sha256
 
 import pytest
 
-from cloister.kv.access_sketch import ACCESSES_PER_KEY, MOST_COUNT, AccessSketch
+from cloister.kv.access_sketch import ACCESSES_PER_KEY, MAX_COUNT, AccessSketch
 from cloister.kv.tier_admission import TIER_ADMISSIONS, AdaptiveAdmission, TinyLFU
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 
 SALT = b"0123456789abcdef"
 ROOT = b"root"
@@ -52,16 +53,16 @@ def test_a_sketch_never_counts_too_few_and_seldom_too_many() -> None:
         number = min(draw.randrange(500), draw.randrange(500))
         counts[number] += 1
         sketch.add(key_of(number))
-    off = [sketch.estimate(key_of(number)) - min(MOST_COUNT, num) for number, num in counts.items()]
+    off = [sketch.estimate(key_of(number)) - min(MAX_COUNT, num) for number, num in counts.items()]
     assert min(off) >= 0
     assert sum(off) <= 5
 
 
 def test_what_was_popular_is_forgotten() -> None:
     sketch = AccessSketch(100, SALT)
-    for _ in range(MOST_COUNT + 3):
+    for _ in range(MAX_COUNT + 3):
         sketch.add(key_of(-1))
-    assert sketch.estimate(key_of(-1)) == MOST_COUNT
+    assert sketch.estimate(key_of(-1)) == MAX_COUNT
     for number in range(5 * ACCESSES_PER_KEY * 100):
         sketch.add(key_of(number % 100))
     assert sketch.estimate(key_of(-1)) == 0

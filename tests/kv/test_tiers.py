@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv.pool import BlockGroup
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierLayout
-from cloister.kv.tiers import KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.types.errors import ConfigError
 
 NUM_SLOTS, NUM_SHARES = 13, 4

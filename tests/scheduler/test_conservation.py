@@ -249,7 +249,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if not self.scheduler.config.prefix_cache:
             return
         request = self.requests[name]
-        keys, root, _ = self.scheduler._requests.chain_of(request, request.token_ids)
+        keys, root, _ = self.scheduler._requests.prefixes.chain_of(request, request.token_ids)
         query = KVQuery(name, root, keys, min(num_known, len(keys)), follows)
         self.exports[self.scheduler.kv_exports.open(query, self.now)] = request.token_ids
 

@@ -38,7 +38,7 @@ def test_what_a_tier_has_of_a_scope_is_dropped_with_its_key():
     crowd_out(engine)
     assert kept(engine, ANN) == {"device": 0, "memory": 11}
     engine.scheduler.forget(ANN, engine.now)
-    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=ANN), prompt(0))[1]
+    root = engine.scheduler._requests.prefixes.chain_of(make_request("x", prompt(0), scope=ANN), prompt(0))[1]
     assert engine.tier.index.ended_roots == [root]
     assert kept(engine, ANN) == {"device": 0, "memory": 0}
     engine.serve("again", prompt(0), scope=ANN)

@@ -7,8 +7,9 @@ import pytest
 
 from cloister.kv import NO_BLOCK, KVObject
 from cloister.kv.objects import KVHeader
-from cloister.scheduler.kv_exports import LAST_TOKENS, cut_prompt
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_exports import LAST_TOKENS, limit_followed_chunk
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
 from cloister.types.events import Ended, KVLoaded, PrefillDone, Resumption, Scheduled
 from cloister.types.request import FinishReason
 from tests.scheduler.test_kv_loads import BLOCK, LAYOUTS, LOCAL, ONCE, Engine, alone, evict_all, make_request
@@ -233,7 +234,7 @@ def test_blocks_that_the_source_needs_end_the_export_and_are_never_sent():
     pair.source.step()
     pair.source.scheduler.kv_exports.extend(pair.number, 0.0)
     assert pair.source.scheduler.kv_exports.is_leased(pair.number)
-    assert pair.source.scheduler.kv_loads.give_up_one(0.0)
+    assert pair.source.scheduler.kv_loads.reclaim_one(0.0)
     assert not pair.source.scheduler.kv_exports.is_leased(pair.number), "a copy that was being made is dropped"
     pair.source.step()
     pair.source.scheduler.kv_exports.extend(pair.number, 0.0)
@@ -310,7 +311,7 @@ def test_a_flood_at_the_source_does_not_change_what_is_sent():
 def test_a_prompt_is_cut_into_steps_that_end_with_a_block_and_the_last_one_is_short(block_size, num_tokens):
     steps, start = [], 0
     while start < num_tokens:
-        steps.append(cut_prompt(start, num_tokens - start, block_size))
+        steps.append(limit_followed_chunk(start, num_tokens - start, block_size))
         start += steps[-1]
         assert start == num_tokens or start % block_size == 0
     assert sum(steps) == num_tokens

@@ -9,7 +9,8 @@ import pytest
 from cloister.kv import NO_BLOCK, BlockGroup, BlockPool, KVObject, PrefixKeys
 from cloister.kv.objects import KVHeader
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S, PREFETCH_HOLD_S
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
 from cloister.types.events import Ended, Event, KVLoaded, PrefillDone, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from cloister.kv import BlockGroup, BlockPool, PrefixKeys
-from cloister.kv.tiers import MOST_CREDIT_S, TRY_EVERY, KVTierIndex
+from cloister.kv.tier_index import MAX_CREDIT_S, TRY_EVERY, KVTierIndex
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
 from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import Ended, Event, KVLoaded, Preempted, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
@@ -91,7 +91,7 @@ class Engine:
         return self.answers[name]
 
     def keys_of(self, token_ids: list[int]) -> list[bytes]:
-        return self.scheduler._requests.chain_of(make_request("x", token_ids), token_ids)[0]
+        return self.scheduler._requests.prefixes.chain_of(make_request("x", token_ids), token_ids)[0]
 
     def find(self, kind, name=None):
         return [event for event in self.events if isinstance(event, kind) and name in (None, event.request_id)]
@@ -216,7 +216,7 @@ def test_a_session_ends_in_the_tier_when_it_ends():
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
     engine.serve("first", prompt(0), scope=session)
     crowd_out(engine)
-    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    root = engine.scheduler._requests.prefixes.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
     assert root in engine.tier.index.kept
     num_before = len(engine.tier.index)
     engine.now = 11.0
@@ -416,17 +416,17 @@ def test_storing_pauses_where_nothing_is_used_again_and_goes_on_when_loads_save_
     index = engine.tier.index
     crowd_out(engine)
     num_stored = len(index)
-    spend(index, 2 * MOST_CREDIT_S)
+    spend(index, 2 * MAX_CREDIT_S)
     crowd_out(engine, 10, 15)
     assert len(index) == num_stored, "it stores though it had no time left"
-    index.earn(MOST_CREDIT_S * 1.1)
+    index.earn(MAX_CREDIT_S * 1.1)
     crowd_out(engine, 20, 25)
     assert len(index) == num_stored, "it stores as soon as it has time for one block"
-    index.earn(MOST_CREDIT_S)
+    index.earn(MAX_CREDIT_S)
     crowd_out(engine, 30, 35)
     assert len(index) > num_stored
     index.earn(1000.0)
-    spend(index, 1.1 * MOST_CREDIT_S)
+    spend(index, 1.1 * MAX_CREDIT_S)
     num_stored = len(index)
     crowd_out(engine, 40, 45)
     assert len(index) == num_stored, "what was saved long ago pays for ever"
@@ -526,7 +526,7 @@ def test_a_session_ends_in_both_tiers():
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=10.0)
     engine.serve("first", prompt(0), scope=session)
     crowd_out(engine)
-    root = engine.scheduler._requests.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
+    root = engine.scheduler._requests.prefixes.chain_of(make_request("x", prompt(0), scope=session), prompt(0))[1]
     tiers = engine.tier.tiers
     assert root in tiers.indexes[1].kept
     assert root not in tiers.indexes[0].kept

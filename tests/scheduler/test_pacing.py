@@ -8,7 +8,7 @@ from benchmarks.replay import StepCosts, make_scheduler, replay
 from cloister.bench.drive import Timed, make_requests
 from cloister.bench.workloads import WorkItem
 from cloister.scheduler import BudgetConfig, SchedulerConfig
-from cloister.scheduler.scheduler import BURST_LASTS_S
+from cloister.scheduler.step_planner import BURST_LASTS_S
 from cloister.types.config import EngineConfig
 from cloister.types.request import Request, SamplingParams
 from tests.thinning import cover

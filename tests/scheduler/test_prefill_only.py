@@ -9,8 +9,8 @@ from benchmarks.replay import replay
 from cloister.bench.drive import Timed
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies import prefill_only
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.events import Stepped
 from cloister.types.layerwise import CellLayout
 from cloister.types.request import Request, SamplingParams

@@ -73,7 +73,7 @@ def test_a_copy_and_what_continues_it_go_with_its_lease(end):
     elif end == "scope":
         target.scheduler.forget(ANN, target.now)
     else:
-        assert target.scheduler.kv_loads.give_up_one(target.now)
+        assert target.scheduler.kv_loads.reclaim_one(target.now)
     target.run()
     check_gone(target)
     assert target.pool.num_cached == 0

@@ -101,15 +101,10 @@ def test_a_prefix_that_prompts_share_is_kept_where_they_part():
     assert served.num_cached["second again"] == 68
 
 
-def test_a_long_answer_leaves_two_states():
+@pytest.mark.parametrize(("num_prompt_tokens", "max_tokens"), [(39, 200), (300, 1)])
+def test_a_long_prompt_or_answer_leaves_two_states(num_prompt_tokens, max_tokens):
     served = Served()
-    served.serve(request("long", range(39), max_tokens=200))
-    assert served.num_states() == 2
-
-
-def test_a_long_prompt_leaves_two_states():
-    served = Served()
-    served.serve(request("long", range(300), max_tokens=1))
+    served.serve(request("long", range(num_prompt_tokens), max_tokens=max_tokens))
     assert served.num_states() == 2
 
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cloister.kv.tiers import KVTierIndex
-from cloister.scheduler.kv_loads import KV_LOAD_TIMEOUT_S
+from cloister.kv.tier_index import KVTierIndex
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
 from cloister.types.events import Ended, KVLoaded, Preempted, Scheduled
 from cloister.types.request import BeamSearch, FinishReason, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
@@ -111,7 +111,7 @@ def test_whatever_the_tier_does_answers_and_blocks_are_right(data, num_below):
         elif what == "others" and number < 5:
             engine.scheduler.add(make_request(f"beside {number}", prompt(number, 9)), engine.now)
         elif what == "pressure":
-            engine.scheduler.kv_loads.give_up_one(engine.now)
+            engine.scheduler.kv_loads.reclaim_one(engine.now)
         elif what == "preempt":
             for sequence in list(engine.scheduler._requests.running.values()):
                 engine.scheduler._requests.preempt(sequence, engine.now)
@@ -270,7 +270,7 @@ def test_other_sequences_that_need_blocks_get_those_that_this_one_has_not_come_t
     engine.step()
     engine.step()
     num_used = engine.pool.num_used
-    assert engine.scheduler.kv_loads.give_up_one(engine.now)
+    assert engine.scheduler.kv_loads.reclaim_one(engine.now)
     assert engine.load is None
     assert engine.pool.num_used < num_used
     engine.run()

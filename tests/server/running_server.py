@@ -9,7 +9,7 @@ from contextlib import AbstractAsyncContextManager, asynccontextmanager, context
 from dataclasses import dataclass
 from pathlib import Path
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine import EngineClient, Health, ThreadTransport
 from cloister.engine.in_flight import RequestObserver
 from cloister.policy import Credentials, Gate, Policy

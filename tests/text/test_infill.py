@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import tokenizers
 
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.text import Tokenizer
 from cloister.text.infill import FAMILIES, Infill
 

@@ -12,7 +12,7 @@ from cloister.bench.drive import drive_client, make_requests
 from cloister.bench.measure import make_warmup
 from cloister.bench.report import LatencyObjective, Summary, summarise
 from cloister.bench.workloads import WorkItem, make_tokens
-from cloister.cluster.virtual.engine import write_byte_tokenizer
+from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.placement import ReplicaPlacement
 from cloister.cluster.virtual.prediction import running_cluster

@@ -280,23 +280,24 @@ def fuzz(
 
 
 def _run_scenario(path: Path) -> None:
-    from cloister.cluster.virtual import fuzz as fuzzer
+    from cloister.cluster.virtual.fuzz import replay
+    from cloister.cluster.virtual.scenario_files import read_scenario
     from cloister.private.virtual import fuzz as unit_fuzzer
 
     if unit_fuzzer.has_unit_scenario(path):
         _report_run(path, unit_fuzzer.replay_unit(unit_fuzzer.read_unit_scenario(path)))
     else:
-        _report_run(path, fuzzer.replay(fuzzer.read_scenario(path)))
+        _report_run(path, replay(read_scenario(path)))
 
 
 def _run_on_processes(path: Path, on: Literal["local", "ray"], model: str, skips: bool) -> None:
-    from cloister.cluster.virtual import fuzz as fuzzer
+    from cloister.cluster.virtual.scenario_files import read_scenario
     from cloister.launch.scenario import find_impossible, run_on_processes, without_impossible
     from cloister.private.virtual.fuzz import has_unit_scenario
 
     if has_unit_scenario(path):
         raise ConfigError("a scenario of a sealed unit runs in virtual time only; leave --on out", param="on")
-    found = fuzzer.read_scenario(path)
+    found = read_scenario(path)
     if skips and (impossible := find_impossible(found, on)):
         print_line(f"left out, as only virtual time can do it: {', '.join(impossible)}")
         found = without_impossible(found, on)
@@ -333,12 +334,13 @@ def _open_search(*, is_sealed: bool) -> _SeedSearch:
 
         return _SeedSearch(draw_unit_scenario, unit_fuzzer.run_unit_seed, unit_fuzzer.replay_unit, unit_fuzzer.shrink_unit)
     from cloister.cluster.virtual import fuzz as fuzzer
+    from cloister.cluster.virtual.shrinking import shrink
 
-    return _SeedSearch(fuzzer.scenario_of, fuzzer.run_seed, fuzzer.replay, fuzzer.shrink)
+    return _SeedSearch(fuzzer.scenario_of, fuzzer.run_seed, fuzzer.replay, shrink)
 
 
 def _run_seeds(seeds: str, processes: int, output: Path, search: _SeedSearch) -> None:
-    from cloister.cluster.virtual.fuzz import write_scenario
+    from cloister.cluster.virtual.scenario_files import write_scenario
 
     tally = _search(range(*_read_seeds(seeds)), processes, search.run_seed)
     print_line(_describe(tally))

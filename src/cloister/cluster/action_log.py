@@ -1,4 +1,5 @@
-"""What controllers and operators do to replicas, as counts: in the log, and for metrics. Nothing of a request is noted."""
+"""Counts and logs the actions of controllers and operators on replicas, for the log and metrics. Holds nothing about
+requests."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class ActionLog:
         self._counts[f"move_to_{move.reason}"] += 1
 
     def note_drain(self, index: int) -> None:
-        """Counts and logs that a replica gets no requests any more, because somebody empties it."""
+        """Counts and logs that a replica is being drained."""
         self._note("drain", "replica %d is drained", index)
 
     def note_flip(self, index: int, role: str) -> None:

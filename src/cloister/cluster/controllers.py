@@ -1,4 +1,4 @@
-"""Asks the controllers of a replica set regularly what is due, and does what they say."""
+"""Runs the controllers of a replica set periodically, and performs their decisions."""
 
 from __future__ import annotations
 
@@ -28,27 +28,27 @@ _logger = logging.getLogger(__name__)
 
 
 class StandbyPlaces:
-    """Has replicas that stand by take the places of others (`cluster.standby`).
+    """Promotes standby replicas (`cluster.standby`).
 
     Args:
-        draw: chooses who takes a place.
+        draw: chooses among standby replicas.
     """
 
     def __init__(self, states: ReplicaStates, draw: random.Random) -> None:
         self._states, self._keeper = states, StandbyKeeper(draw)
 
     async def run(self) -> None:
-        """Looks for replicas that were lost while none that stood by was ready, until it is cancelled."""
+        """Promotes periodically, for replicas lost while no standby was ready; runs until it is cancelled."""
         while True:
             await asyncio.sleep(STANDBY_EVERY_S)
             self.promote()
 
     def promote(self) -> None:
-        """Has replicas that stand by take the places of those that are gone."""
+        """Replaces lost replicas by ready standby ones."""
         states = self._states
         if not states.standby:
             return
-        given_up = states.draining | states.scaled
+        given_up = states.draining | states.inactive
         for promotion in self._keeper.decide([each for each in states.snapshots() if each.index not in given_up]):
             states.promote(promotion.index, promotion.lost)
             _logger.warning(
@@ -56,7 +56,7 @@ class StandbyPlaces:
             )
 
     def stand_in(self, index: int) -> None:
-        """Has one that stands by take the place of a replica that is drained, if no other one accepts requests."""
+        """Replaces a draining replica by a ready standby one, if no other replica accepts requests."""
         states = self._states
         if index in states.standby or any(snapshot.is_accepting for snapshot in states.snapshots()):
             return
@@ -68,7 +68,7 @@ class LoadLevelling:
     """Moves running requests and flips roles, as the load changes (`cluster.migration`, `cluster.roles`).
 
     Args:
-        is_paused: whether something else moves requests at present.
+        is_paused: whether something else is moving requests.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class LoadLevelling:
         self._begin, self._is_paused = begin, is_paused
 
     async def run(self) -> None:
-        """Asks the controllers regularly, until it is cancelled."""
+        """Runs the controllers periodically, until it is cancelled."""
         while True:
             await asyncio.sleep(REBALANCE_EVERY_S)
             if not self._is_paused():

@@ -1,4 +1,4 @@
-"""Requests that go on at another replica after their first token, because their own only computes prompts."""
+"""Hand-offs: requests move from a prefill replica to a decode replica after their first token."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cloister.engine.in_flight import InFlightRequest
 
 
 class HandOffs:
-    """The hand-offs of a replica set that are to come.
+    """Pending hand-offs of a replica set.
 
     Attributes:
         followers: replicas that load KV of prompts while these are computed.
@@ -40,18 +40,18 @@ class HandOffs:
         self.followers.end(request_id, target)
 
     def note_scheduled(self, index: int, request_id: str) -> None:
-        """Has the replica where a request will go on load the KV of its prompt, which is being computed."""
+        """Chooses the decode replica of a scheduled request, which loads KV of the prompt while it is computed."""
         if request_id not in self._handing_off[index]:
             return
         found = self._clients[index].find(request_id)
         if found is None or found.sink is None or found.has_output or not self._states.moves_kv:
             return
-        able = self.followers.count_in(self._states.able(found, but=index))
+        able = self.followers.count_in(self._states.candidates(found, excluding=index))
         if (target := self._routing.place_decode(found.request, able)) is not None:
             self.followers.begin(found, index, target)
 
     def advance(self, index: int) -> None:
-        """Called after each message of a replica: moves requests that have their first token to one that decodes."""
+        """Called after each message of a replica: moves requests with a first token to a decode replica."""
         for request_id in list(self._handing_off[index]):
             client = self._clients[index]
             found = client.find(request_id)
@@ -64,7 +64,7 @@ class HandOffs:
 
     def _place_decode(self, index: int, found: InFlightRequest) -> None:
         request_id = found.request.request_id
-        able, target = self._states.able(found, but=index), self.followers.find(request_id)
+        able, target = self._states.candidates(found, excluding=index), self.followers.find(request_id)
         if target is None or all(snapshot.index != target for snapshot in able):
             target = self._routing.place_decode(found.request, able)
         if target is not None:

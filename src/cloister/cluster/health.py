@@ -1,9 +1,9 @@
-"""Finds replicas that are slower than the others, and says which of them get requests. Pure: no clock, no I/O.
+"""Detects replicas that are slower than the others, and decides which of them get requests. Pure: no clock, no I/O.
 
-Each replica has a cost model of its own steps (`scheduler.budget.StepCost`). A step is compared with what the models of the
-others predict for its size, so a replica is not slow because it has more to do. What slows the others at the same time is taken
-off, since replicas may share cores. What counts is the median of the last steps: one that another program held up changes
-nothing. Between SLOW and WELL nothing changes, so no replica comes and goes.
+Each replica has a cost model of its own steps (`scheduler.step_cost.StepCost`). A step is compared with what the models of the
+others predict for its size, so a replica is not slow because it has more to do. A slowdown that the others have at the same
+time is subtracted, since replicas may share cores. The median of the last steps counts, so that a single late step changes
+nothing. Between SLOW and WELL the state does not change (hysteresis).
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from statistics import median
 from typing import Final
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.events import Stepped
 
 SLOW: Final = 2.0
-"""A replica is slow if its steps take so many times as long as those of the others."""
+"""A replica is slow if its steps take this many times as long as those of the others."""
 WELL: Final = 1.3
 """It is well again below this."""
 NUM_STEPS: Final = 32
 """Steps whose median counts."""
 SLOW_FOR_S: Final = 5.0
-"""A replica is slow if it has been so for so long: when the load changes, one replica knows new times before the others do."""
+"""Minimum duration of slowness: when the load changes, one replica knows the new step times before the others do."""
 MIN_MEASURED: Final = 3
-"""A cost model predicts steps of a size of which it has measured so many: beyond, it would guess."""
+"""Minimum number of measured steps of a size before the cost model predicts it."""
 PROBE_S: Final = 10.0
-"""A slow replica gets one request after this time, which shows whether it is well; then after twice that time, and so on."""
+"""A slow replica gets a probe request after this time, then after twice that time, and so on."""
 MAX_PROBE_S: Final = 300.0
 FADE_S: Final = 5.0
-"""Half of what a replica seemed slow by is forgotten in this time without a step: what held it up may be over."""
+"""Half-life of a replica's measured slowness while it makes no steps: the cause may be gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +41,7 @@ class SpeedChange:
     """A replica became slow, or well again.
 
     Attributes:
-        slowness: its steps take so many times as long as those of the others.
+        slowness: ratio of its step times to those of the others.
     """
 
     index: int
@@ -166,7 +166,7 @@ class ReplicaSpeeds:
     def _relate(self, speed: _ReplicaSpeed) -> float:
         """Returns how many times as long as those of the others the steps of a replica take, less what slows the others too.
 
-        What is at most 1 is no slowness, of which something of the others could be taken off: it would count them twice.
+        Only slowness above 1 is reduced by that of the others.
         """
         own = speed.ratio()
         if not speed.is_known or own is None:

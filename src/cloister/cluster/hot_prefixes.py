@@ -1,10 +1,10 @@
-"""Has replicas with less to do copy prefixes that many requests begin with, under a lease that all copies share. Pure: no
-clock, no I/O; it takes `now`, and randomness is given.
+"""Replicates hot prefixes to less loaded replicas, under a lease that all copies share. Pure: no clock, no I/O; it takes `now`,
+and randomness is given.
 
-A prefix is known by its prefix key, whose chain begins with the scope: nothing is found by text, and nothing of two scopes
-together. The replica that has it keeps it under a lease, and so do those that copy it. All leases of a prefix are renewed
-together and end together: when few requests begin with it any more, when the replica that computed it has dropped it, and by
-themselves when nobody renews them.
+A prefix is identified by its prefix key, whose chain begins with the scope: prefixes are never compared by text or across
+scopes. The replica that computed it keeps it under a lease, and so do those that copy it. All leases of a prefix are renewed
+together and end together: when few requests begin with it any more, when its owner has dropped it, or when they are not
+renewed.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import msgspec
 
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 from cloister.kv import PrefixKeys
+from cloister.scheduler.sequence_prefixes import wants_every_position
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from cloister.types.threat import Requirement, ThreatProfile
@@ -33,18 +34,18 @@ DUPLICATION_THREAT: Final = ThreatProfile(
 )
 
 MAX_KEYS: Final = 65_536
-"""Keys whose requests are counted; beyond it, those that were seen longest ago are forgotten."""
+"""Maximum number of keys whose requests are counted; the least recently seen are forgotten."""
 MAX_PREFIXES: Final = 16
-"""Prefixes that have copies at once."""
+"""Maximum number of prefixes with leases."""
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseOrder:
-    """A replica shall lease a prefix.
+    """Orders a replica to lease a prefix.
 
     Attributes:
         request: ends one token behind the prefix; its id is the name of the lease.
-        source: replica to copy it from; None: it is there.
+        source: replica to copy it from; None: the replica has it.
     """
 
     index: int
@@ -55,7 +56,7 @@ class LeaseOrder:
 
 @dataclass(frozen=True, slots=True)
 class LeaseRenewal:
-    """The lease of a replica shall last for so long from now on; 0: end now."""
+    """Extends a replica's lease to `lease_s` from now; 0 ends it."""
 
     index: int
     name: str
@@ -67,11 +68,11 @@ LeaseAction = LeaseOrder | LeaseRenewal
 
 @dataclass(slots=True)
 class _KeyHeat:
-    """How many requests with a key came to each replica lately: each counts half after `HotPrefixes.half_life_s`.
+    """Decayed count of requests with a key, by replica: each counts half after `HotPrefixes.half_life_s`.
 
     Attributes:
-        at_s: to which time they are counted.
-        noted_s: when the last one came.
+        at_s: time to which the counts are decayed.
+        noted_s: time of the last request.
     """
 
     scope: Scope
@@ -80,7 +81,7 @@ class _KeyHeat:
     by_replica: defaultdict[int, float] = field(default_factory=lambda: defaultdict(float))
 
     def cool(self, now: float, half_life_s: float) -> None:
-        """Lets time pass."""
+        """Decays the counts to `now`."""
         factor = 0.5 ** ((now - self.at_s) / half_life_s)
         for index in self.by_replica:
             self.by_replica[index] *= factor
@@ -108,18 +109,18 @@ class _HotPrefix:
 
 
 class HotPrefixes:
-    """Finds hot prefixes, and says which replicas copy, keep and drop them.
+    """Finds hot prefixes, and decides which replicas copy, keep and drop them.
 
     Args:
         keys: computes the prefix keys of requests, as the replicas do.
         draw: names leases, and chooses among replicas that are equal.
-        hot: so many requests lately make a prefix hot.
-        cold: its copies go when there are fewer than so many.
+        hot: decayed number of requests from which a prefix is hot.
+        cold: decayed number of requests below which its copies are dropped.
         half_life_s: a request counts half after this time.
-        min_tokens: of a prefix that is worth a copy.
-        min_skew: the replica with the prefix has at least so many requests more than one that gets a copy.
-        lease_s, renew_s: how long a lease is, and how often it is renewed.
-        rest_s: a copy that failed is not tried again for so long.
+        min_tokens: minimum length of a prefix that is copied.
+        min_skew: the owner has at least this many more requests than a replica that gets a copy.
+        lease_s, renew_s: duration of a lease, and interval of its renewals.
+        rest_s: delay before a failed copy is tried again.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class HotPrefixes:
         renew_s: float = 3.0,
         rest_s: float = 10.0,
     ) -> None:
-        self._chain, self._draw = keys, draw
+        self._keys, self._draw = keys, draw
         self._hot, self._cold, self.half_life_s = hot, cold, half_life_s
         self._min_blocks = max(1, -(-min_tokens // keys.block_size))
         self._min_skew = min_skew
@@ -157,13 +158,10 @@ class HotPrefixes:
     def note(self, request: Request, index: int, now: float) -> None:
         """Counts a request that a replica is given."""
         if request.scope.kind is ScopeKind.REQUEST or request.images or request.documents is not None:
-            return  # nobody can ask for its blocks again, or its keys are not of its tokens alone
-        if request.pooling is not None or request.sampling.prompt_logprobs is not None:
+            return  # no later request can read its blocks, or its keys do not depend on its tokens alone
+        if wants_every_position(request):
             return  # it uses no cache
-        root = self._chain.root(request.scope, request.adapter)
-        keys: list[bytes] = []
-        num_blocks = (len(request.token_ids) - 1) // self._chain.block_size
-        self._chain.extend(keys, root, request.token_ids, num_blocks, reads_public=request.adapter is None)
+        keys = self._keys.chain(request.scope, request.adapter, request.token_ids)
         num_hot = 0
         for key in reversed(keys):  # a chain is forgotten from its end
             heat = self._heat.setdefault(key, _KeyHeat(request.scope, now, now))
@@ -176,10 +174,10 @@ class HotPrefixes:
         while len(self._heat) > MAX_KEYS:
             self._heat.popitem(last=False)
         if num_hot >= self._min_blocks:
-            self._candidates[keys[num_hot - 1]] = _cut(request, num_hot * self._chain.block_size)
+            self._candidates[keys[num_hot - 1]] = _cut(request, num_hot * self._keys.block_size)
 
     def decide(self, replicas: Sequence[ReplicaSnapshot], now: float) -> list[LeaseAction]:
-        """Returns what is due, at most one new lease of each prefix.
+        """Returns the actions that are due, at most one new lease for each prefix.
 
         Args:
             replicas: all that have the same weights.
@@ -194,7 +192,7 @@ class HotPrefixes:
         return actions
 
     def note_leased(self, name: str, index: int, num_tokens: int, now: float) -> list[LeaseAction]:
-        """A replica has a lease, or has none (any more). Returns what follows."""
+        """Notes that a replica has a lease, or has none any more (`num_tokens` 0); returns the actions that follow."""
         found = self._prefixes.get(name)
         if found is None or index not in found.leased:
             return [] if not num_tokens else [LeaseRenewal(index, name, 0.0)]  # it was ended meanwhile
@@ -216,7 +214,7 @@ class HotPrefixes:
         return None if found is None else found.request
 
     def lose(self, index: int) -> list[LeaseAction]:
-        """The engine of a replica has ended: what it had is gone, and with it the copies of what it computed."""
+        """Notes that the engine of a replica has ended; the copies of prefixes that it computed are dropped."""
         for heat in self._heat.values():
             heat.by_replica.pop(index, None)
         actions: list[LeaseAction] = []
@@ -227,7 +225,7 @@ class HotPrefixes:
         return actions
 
     def forget(self, scope: Scope) -> list[LeaseAction]:
-        """All that is cached of a scope is dropped."""
+        """Ends all leases of a scope whose cache is dropped."""
         gone = [name for name, found in self._prefixes.items() if found.request.scope == scope]
         actions = [action for name in gone for action in self._end(name)]
         self._candidates = {key: request for key, request in self._candidates.items() if request.scope != scope}
@@ -242,7 +240,7 @@ class HotPrefixes:
         return heat.total
 
     def _lease_for(self, key: bytes, now: float) -> float:
-        """Returns how long a lease may be: no longer than the scope keeps what nothing asks for. 0: there may be none."""
+        """Returns the duration of a lease, limited by the scope's cache lifetime; 0 if it is over."""
         heat = self._heat.get(key)
         if heat is None:
             return 0.0
@@ -271,7 +269,7 @@ class HotPrefixes:
         return actions
 
     def _spread(self, key: bytes, replicas: dict[int, ReplicaSnapshot], now: float) -> LeaseOrder | None:
-        """Returns the next lease of a hot prefix: of the replica that has it, then of one that copies it."""
+        """Returns the next lease of a hot prefix: first for its owner, then for a replica that copies it."""
         name = next((name for name, found in self._prefixes.items() if found.key == key), None)
         found = None if name is None else self._prefixes[name]
         heat = self._heat[key]
@@ -295,7 +293,7 @@ class HotPrefixes:
         return LeaseOrder(target, found.request, lease_s, source=owner)
 
     def _find_owner(self, key: bytes, heat: _KeyHeat, replicas: dict[int, ReplicaSnapshot]) -> int | None:
-        """Returns the replica that had most requests with a prefix."""
+        """Returns the replica that got most requests with a prefix."""
         able = [
             (count, index)
             for index, count in heat.by_replica.items()

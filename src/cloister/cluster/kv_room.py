@@ -1,5 +1,5 @@
-"""Which requests leave a replica so that KV blocks get free there, and where each of them goes. Pure: no clock, no I/O;
-randomness is given."""
+"""Chooses which requests leave a replica to free KV blocks there, and where each goes. Pure: no clock, no I/O; randomness is
+given."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cloister.engine.replica_snapshot import ReplicaSnapshot, RequestSnapshot
 MAX_LEAVING: Final = 4
 """Requests that leave one replica at once."""
 GROWTH: Final = 1.125
-"""Room where a request starts or goes on, in times of what it holds: with less, others there would soon be preempted for it."""
+"""Required free blocks at the target, relative to those that the request holds: with fewer, others would soon be preempted."""
 
 
 class KVRoom:
-    """The free KV blocks of some replicas, of which planned moves take.
+    """The free KV blocks of some replicas, reserved by planned moves.
 
-    How many blocks a request holds is estimated: by its tokens, and by what those of all running requests hold on average. With
-    shared prefixes an estimate may be wrong; then a move gains less, and nothing else happens.
+    The blocks of a request are estimated from its tokens and the average number of blocks per token. With shared prefixes the
+    estimate may be wrong; then a move frees fewer blocks.
 
     Args:
         replicas: those that accept requests and have made a step.
@@ -45,7 +45,7 @@ class KVRoom:
         return math.ceil(_count_tokens(request) * self._blocks_per_token)
 
     def count_needed(self, request: RequestSnapshot) -> int:
-        """Returns how many blocks a request needs where it starts or goes on, which it does not all use at once."""
+        """Returns how many blocks a request needs at its target, with room to grow."""
         return math.ceil(GROWTH * self.count_held(request)) + request.num_sequences
 
     def count_free(self, index: int) -> int:

@@ -1,8 +1,8 @@
-"""How many tokens an answer will have, from what is known of a request without its text. Pure: no clock, no I/O.
+"""Predicts the lengths of answers from request parameters, never from text. Pure: no clock, no I/O.
 
 Lengths are learned as survival curves (Kaplan and Meier 1958): an answer that was cut off, by `max_tokens` or because its
-client left, says only that it would have been longer. What a curve says of an answer that already has some tokens is its mean
-residual life, which grows with them where lengths have a heavy tail. (decisions/0027)
+client left, counts as censored. The prediction for an answer that already has some tokens is its mean residual life, which
+grows with them if lengths have a heavy tail. (decisions/0027)
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ FIRST_GUESS_TOKENS: Final = 256.0
 """Mean length before the first answer; it weighs as much as one."""
 FIRST_HAZARDS: Final = [1.0 - exp((low - high) / FIRST_GUESS_TOKENS) for low, high in pairwise(EDGES)]
 NUM_SHARED: Final = 3.0
-"""What is known of a larger group weighs as much as so many answers of a smaller one."""
+"""Weight of a larger group's curve in that of a smaller one, in answers."""
 HALF_LIFE: Final = 2000
-"""After so many answers, one weighs half: workloads change."""
+"""Number of answers after which an answer weighs half: workloads change."""
 REFRESH_EVERY: Final = 16
-"""Curves are computed again after so many answers; until there are so many, after each."""
+"""Number of answers after which curves are recomputed; before that many, after each."""
 
 KEEP_TOKENS: Final = 8
-"""What is expected of an answer is asked again after so many tokens: routers ask for all answers again and again."""
+"""Number of tokens for which a prediction is cached: routers ask for all answers again and again."""
 
 Group = tuple[int, ...]
 
 
 class LengthPredictor(Protocol):
-    """Predicts the lengths of answers. It may be wrong by any factor: what uses it must stay right."""
+    """Predicts the lengths of answers. It may be wrong by any factor: its users must remain correct."""
 
     def expect(self, request: Request, num_done: int = 0) -> float:
         """Returns how many tokens an answer is expected to get beyond the `num_done` that it has."""
@@ -170,7 +170,7 @@ class _Lengths:
 
 
 class _Curve:
-    """The probability that an answer is longer than so many tokens, and its integral."""
+    """Survival curve: the probability that an answer is longer than a number of tokens, and its integral."""
 
     def __init__(self, hazards: list[float]) -> None:
         self._survival, self._area = [1.0], [0.0]
@@ -204,7 +204,7 @@ class _Curve:
 
 
 class LengthForecasts:
-    """What is predicted of the requests in flight, and how wrong it was.
+    """Length predictions for the requests in flight, and their errors.
 
     Attributes:
         errors: of the answers that have ended.

@@ -210,7 +210,7 @@ class Link:
 
 
 class LinkServer:
-    """The server's side of all sessions, of which the last one that spoke is served.
+    """The server's side of all sessions; it serves the one that spoke last.
 
     Args:
         draw: draws a token, above 0.

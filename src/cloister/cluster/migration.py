@@ -31,7 +31,7 @@ MoveReason = Literal["level", "room", "headroom"]
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A request goes on at another replica.
+    """A request moves to another replica.
 
     Attributes:
         reason: `level`: its replica is the busiest one. `room`: it waits, or makes room for one that does. `headroom`: it makes
@@ -60,9 +60,9 @@ class LoadBalancer:
 
     Args:
         draw: source of randomness.
-        ratio: the target's freeness must be so many times the source's.
-        hold_s: for so long.
-        queue_s: a request must have waited for so long.
+        ratio: minimum ratio of the target's freeness to the source's.
+        hold_s: minimum duration of that ratio, or of a lack of headroom.
+        queue_s: minimum time that a request has waited.
         rest_s: a request that was moved stays for at least this time.
         headroom: share of the blocks of a replica.
     """

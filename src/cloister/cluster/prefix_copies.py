@@ -1,4 +1,4 @@
-"""Performs what `HotPrefixes` says: leases of prefixes at replicas, and copies from one to another (decisions/0052)."""
+"""Performs the decisions of `HotPrefixes`: leases of prefixes, and copies between replicas (decisions/0052)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicas that load the KV of a prompt while another one computes it, because its answer goes on there (decisions/0037)."""
+"""Has decode replicas load the KV of prompts while prefill replicas compute them (decisions/0037)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.replica_snapshot import ReplicaSnapshot
 
 MAX_FOLLOWED: Final = 4
-"""Prompts of one replica that are followed at once, and prompts that one replica follows: half of what their links carry, so
-that loads of other requests need not wait."""
+"""Maximum number of prompts of one replica that are followed at once, and that one replica follows: half of the capacity of
+their links, so that loads of other requests need not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,8 +24,8 @@ class _Follower:
 
 
 class PromptFollowers:
-    """The prompts of a replica set that are followed, by request id. What a follower has is never needed: a request that goes
-    on elsewhere, or whose KV did not arrive, is computed."""
+    """The followed prompts of a replica set, by request id. KV that a follower lacks is computed where the request
+    continues."""
 
     def __init__(self, replicas: Sequence[EngineClient]) -> None:
         self._replicas = replicas
@@ -50,22 +50,22 @@ class PromptFollowers:
         return None if follower is None else follower.target
 
     def count_in(self, replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
-        """Returns replicas with the requests that they will have, so that prompts that are computed at the same time do not all
-        choose the one that is idle."""
+        """Returns replicas with the requests that will be handed to them counted in, so that concurrent prompts do not all
+        choose the same idle one."""
         targets = [follower.target for follower in self._followers.values()]
         return [replace(each, num_requests=each.num_requests + targets.count(each.index)) for each in replicas]
 
     def end(self, request_id: str, place: int | None = None) -> None:
-        """Ends what follows a request, unless that is where it goes on.
+        """Ends the follower of a request, unless the request continues there.
 
         Args:
-            place: index of the replica that has it from now on; None if it has ended.
+            place: index of the replica that has the request from now on; None if it has ended.
         """
         follower = self._followers.pop(request_id, None)
         if follower is not None and follower.target != place:
             self._replicas[follower.target].cancel_prefetch(request_id)
 
     def lose(self, index: int) -> None:
-        """Ends what a replica followed, and what follows its prompts: its engine has ended."""
+        """Ends the followers at a replica and of its prompts: its engine has ended."""
         for request_id in [name for name, each in self._followers.items() if index in (each.source, each.target)]:
             self.end(request_id, index)

@@ -30,13 +30,13 @@ _logger = logging.getLogger(__name__)
 
 
 def may_replay(request: Request) -> bool:
-    """Whether a request has one possible answer, and is small enough to be kept until it has been computed again."""
+    """Whether a request is deterministic, and small enough to be kept for a replay."""
     sampling = request.sampling
     is_fixed = sampling.temperature == 0.0 or sampling.seed is not None
     return is_fixed and sampling.beams is None and request.pooling is None and not request.images
 
 
-def find_odd(answers: Mapping[int, Answer]) -> int | None:
+def find_outlier(answers: Mapping[int, Answer]) -> int | None:
     """Returns the replica whose answer differs from that of all others, which agree; None if there is no such majority."""
     counts = Counter(answers.values())
     if len(answers) < 3 or len(counts) != 2:
@@ -49,7 +49,7 @@ _Engine = tuple[EngineClient, int]
 
 
 class _Recorder:
-    """Takes an answer on its way to its client."""
+    """Records an answer on its way to the client."""
 
     def __init__(self, request: Request, sink: Sink, replica: int = 0, engine: _Engine | None = None) -> None:
         self.request, self.replica, self.engine = request, replica, engine
@@ -72,7 +72,7 @@ class _Recorder:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all of its sequences ended, and none of them early."""
+        """Whether all sequences are complete."""
         return len(self.ends) == len(self._tokens) and all(end in GOOD_ENDS for end in self.ends)
 
 
@@ -90,27 +90,27 @@ async def compute_answer(client: EngineClient, request: Request) -> Answer:
 
 
 class ReplayVerifier:
-    """Chooses requests, computes them again and compares.
+    """Replays a sample of the finished requests on other replicas and compares the answers.
 
     Only replicas with the same weights are compared (`cluster.rolling_update`). One request at a time, and only where nothing
-    waits. If two replicas differ, a third one computes the request too, and the odd one is drained.
+    waits. If two replicas differ, a third one computes the request too, and the outlier is drained.
 
     Args:
-        rate: share of the requests with one possible answer.
+        rate: share of deterministic requests that are replayed.
         draw: source of randomness, of requests, replicas and scopes; it must be secure where others send requests.
 
     Attributes:
-        odd: replicas that computed wrongly, which must get no requests any more.
+        suspicious: replicas that computed wrongly, which must get no requests any more.
         num_mismatches: for each replica, how often another one computed something else and no third one sided with it.
         num_replays: answers that were computed again.
-        list_absent: returns the replicas without engines, which must not be asked.
+        list_inactive: returns the replicas without engines, which must not be asked.
     """
 
     def __init__(self, replicas: Sequence[EngineClient], rate: float, draw: random.Random) -> None:
-        self.odd: set[int] = set()
+        self.suspicious: set[int] = set()
         self.num_mismatches = [0] * len(replicas)
         self.num_replays = 0
-        self.list_absent: Callable[[], Collection[int]] = tuple
+        self.list_inactive: Callable[[], Collection[int]] = tuple
         self._own_ids: set[str] = set()
         self._replicas, self._rate, self._draw = replicas, rate, draw
         self._recorders: dict[str, _Recorder] = {}
@@ -133,20 +133,20 @@ class ReplayVerifier:
         """Called when a request's client leaves, and when another replica continues it: no single one computed it then."""
         self._recorders.pop(request_id, None)
 
-    def has_sent(self, request_id: str) -> bool:
-        """Whether a request is one that is computed again."""
+    def is_replay(self, request_id: str) -> bool:
+        """Whether a request is a replay."""
         return request_id in self._own_ids
 
     def owns(self, event: Event) -> bool:
-        """Whether an event is of a request that is computed again; listeners must not hear of those."""
-        if isinstance(event, Stepped) or not self.has_sent(event.request_id):
+        """Whether an event belongs to a replay; listeners must not get those."""
+        if isinstance(event, Stepped) or not self.is_replay(event.request_id):
             return False
         if isinstance(event, Ended) and event.last:
             self._own_ids.discard(event.request_id)
         return True
 
     def stop(self) -> None:
-        """Ends what is computed again at present."""
+        """Cancels the replay in progress."""
         if self._task is not None:
             self._task.cancel()
 
@@ -169,18 +169,18 @@ class ReplayVerifier:
         return self._replicas[index], self._replicas[index].num_lost
 
     def _draw_voters(self, replica: int, computed: EngineClient) -> list[tuple[int, _Engine]]:
-        """Returns up to two other replicas of the weights that `computed` has, which have nothing better to do."""
+        """Returns up to two other idle replicas with the weights of `computed`."""
         free = []
         for index, client in enumerate(self._replicas):
             snapshot = client.snapshot(index)
             is_free = snapshot.is_accepting and not snapshot.num_waiting
-            is_there = index != replica and index not in self.odd and index not in self.list_absent()
+            is_there = index != replica and index not in self.suspicious and index not in self.list_inactive()
             if is_there and is_free and client.fingerprint == computed.fingerprint:
                 free.append((index, self._engine(index)))
         return self._draw.sample(free, min(2, len(free)))
 
     async def compute(self, request: Request, index: int) -> Answer | None:
-        """Has a replica compute a request, of which no listener hears. Returns None if it does not come to its end."""
+        """Has a replica compute a request without events for listeners. Returns None if the answer is incomplete."""
         self._own_ids.add(request.request_id)
         try:
             return await compute_answer(self._replicas[index], request)
@@ -198,16 +198,16 @@ class ReplayVerifier:
         return answer
 
     def _judge(self, answers: Mapping[int, Answer]) -> None:
-        odd = find_odd(answers)
-        for index in answers if odd is None else (odd,):
+        outlier = find_outlier(answers)
+        for index in answers if outlier is None else (outlier,):
             self.num_mismatches[index] += 1
-        if odd is None:
+        if outlier is None:
             names = " and ".join(str(index) for index in sorted(answers))
             _logger.error("replicas %s computed different tokens for one request; nothing says which of them is right", names)
             return
-        self.odd.add(odd)
+        self.suspicious.add(outlier)
         _logger.critical(
             "replica %d computed other tokens than two others; it gets no requests any more. Check the memory of its machine,"
             " and restart the server",
-            odd,
+            outlier,
         )

@@ -1,4 +1,4 @@
-"""Empties replicas: for operators, updates, changes of role."""
+"""Drains replicas for operators, updates and role changes."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ class ReplicaDrains:
 
     Args:
         actions: counts them.
-        stand_in: called with the index of a replica that gets no requests from now on.
+        stand_in: called with the index of a replica that begins to drain.
 
     Attributes:
-        add_first: called with the index of a replica before it is drained: another one may have to start. None if all run.
+        add_first: called with the index of a replica before it is drained: scaling may have to start another one. None without
+            scaling.
     """
 
     def __init__(
@@ -69,7 +70,7 @@ class ReplicaDrains:
         return self._clients[index].num_requests
 
     def check(self, index: int) -> None:
-        """As `RequestClient.check_drain`. A replica that is not well may go."""
+        """As `RequestClient.check_drain`. An unhealthy replica may always be drained."""
         self._check_index(index)
         snapshots = self._states.snapshots()
         others = [snapshot for snapshot in snapshots if snapshot.index != index]
@@ -102,7 +103,7 @@ class ReplicaDrains:
 
     async def _move_one(self, request: RequestSnapshot, index: int) -> None:
         found = self._clients[index].find(request.request_id)
-        placement = None if found is None else self._routing.find_place(found, but=index)
+        placement = None if found is None else self._routing.find_place(found, excluding=index)
         if placement is not None and await self._moves.migrate(request.request_id, placement.index) and placement.hands_off:
             self._hand_offs.add(request.request_id, placement.index)
 

@@ -20,6 +20,7 @@ from cloister.cluster.replay import ReplayVerifier
 from cloister.cluster.replica_adapters import ReplicaAdapters
 from cloister.cluster.replica_drains import DRAIN_EVERY_S, ReplicaDrains
 from cloister.cluster.replica_scaling import ReplicaScaling
+from cloister.cluster.replica_start import start_replicas
 from cloister.cluster.replica_states import ClusterConfig, ReplicaStates, ScalingConfig
 from cloister.cluster.replica_updates import ReplicaUpdates
 from cloister.cluster.request_moves import RequestMoves
@@ -33,7 +34,7 @@ from cloister.engine.replica_snapshot import LengthErrors, ReplicaSnapshot, Role
 from cloister.engine.request_client import DRAIN_REPLICA_S, Health, RequestClient
 from cloister.engine.stacks import StackClusters, StackTrace, find_same
 from cloister.types.clock import Clock, WallClock
-from cloister.types.errors import CloisterError, EngineError, MemoryBudgetError
+from cloister.types.errors import CloisterError, EngineError
 from cloister.types.events import Ended, Event, KVLoaded, PrefixLeased, Scheduled, Stepped
 from cloister.types.request import ModelInfo, Request
 from cloister.types.scope import Scope
@@ -64,11 +65,11 @@ class ReplicaSet(RequestClient):
 
     Args:
         replicas: a client for each engine, all with the same settings; at least one.
-        make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
+        make_router: makes a router for a model; called twice, for prefill and for decode.
         block_size: tokens of a KV block of the engines.
         avoids_slow: slow replicas get no requests; False: they are only reported.
         verify_replay: share of finished requests that another replica computes again (`cluster.replay`).
-        draw: chooses those, and whom `rebalance` moves where.
+        draw: source of randomness of all controllers.
         make_predictor: makes a predictor of lengths, if the router asks for one.
         make_hot_prefixes: makes what decides which prefixes other replicas copy; None: they copy none.
         release: what `replicas` were made of; None if there can be no update.
@@ -161,7 +162,7 @@ class ReplicaSet(RequestClient):
         return scaling
 
     def _connect(self, index: int, replica: EngineClient) -> None:
-        """Hears of what a replica does from now on."""
+        """Subscribes to the events of a replica."""
         replica.number(index)
         replica.subscribe(partial(self._observe, index))
         replica.subscribe(partial(self._note_speed, index))
@@ -179,7 +180,7 @@ class ReplicaSet(RequestClient):
             CloisterError: as of the engine that cannot start, or they serve different models.
         """
         replicas = self._states.with_engines()
-        error = await _start_all(replicas, len(self._replicas))
+        error = await start_replicas(replicas, len(self._replicas))
         if error is None and len({replica.model.fingerprint for replica in replicas}) > 1:
             error = EngineError(DIFFERENT_MODELS)
         if error is not None:
@@ -222,7 +223,7 @@ class ReplicaSet(RequestClient):
         if self._make_hot_prefixes is not None:
             controller = self._make_hot_prefixes(model)
             self._copies = self._states.copies = PrefixCopies(
-                self._replicas, controller, self._states.with_wanted_weights, self._routing.note_copy, self._clock
+                self._replicas, controller, self._states.with_preferred_weights, self._routing.note_copy, self._clock
             )
 
     async def drain(self, timeout_s: float) -> None:
@@ -243,7 +244,7 @@ class ReplicaSet(RequestClient):
         await asyncio.gather(*(replica.drain(left_s) for replica in self._replicas))
 
     def stop_replays(self) -> None:
-        """Ends what is computed again at present."""
+        """Cancels the replay in progress."""
         self._verifier.stop()
 
     @property
@@ -267,7 +268,7 @@ class ReplicaSet(RequestClient):
             for index in by_index
             if self._states.speeds.is_slow(index)
         ]
-        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.odd)]
+        wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.suspicious)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
         detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
         is_resting = all(health.is_idle or health.is_starting for health in each)
@@ -391,7 +392,7 @@ class ReplicaSet(RequestClient):
     def _rescue(self, lost: int, found: InFlightRequest) -> bool:
         """Continues a request of a lost replica at another one; returns False if none accepts it."""
         request_id = found.request.request_id
-        if self._verifier.has_sent(request_id):
+        if self._verifier.is_replay(request_id):
             return False  # it asks this replica, and waits for its next engine
         placement = self._find_next(lost, found)
         if placement is None:
@@ -404,7 +405,7 @@ class ReplicaSet(RequestClient):
         return True
 
     def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
-        """Returns where a request of a lost replica goes on; None if nowhere for now."""
+        """Returns where a request of a lost replica continues; None if nowhere for now."""
         return self._routing.find_place(found)
 
     async def _diagnose(self, hung: int, stack: StackTrace) -> None:
@@ -460,7 +461,7 @@ class ReplicaSet(RequestClient):
     # Events
 
     def _follow_up(self, index: int) -> None:
-        """Does what a message of a replica makes possible."""
+        """Advances hand-offs and moves after a message of a replica."""
         self._hand_offs.advance(index)
         self._moves.shadows.advance(index)
 
@@ -500,32 +501,3 @@ class ReplicaSet(RequestClient):
             self._hand_offs.note_scheduled(index, event.request_id)
         for listener in self._listeners:
             listener(event)
-
-
-async def _start_all(replicas: Sequence[EngineClient], num_sharing: int) -> BaseException | None:
-    """Starts all at once. If one cannot start, the others are given up, and its error is returned.
-
-    Args:
-        num_sharing: replicas that share the memory, with those that do not run at first.
-    """
-    starting = [asyncio.create_task(replica.start()) for replica in replicas]
-    try:
-        done, _ = await asyncio.wait(starting, return_when=asyncio.FIRST_EXCEPTION)
-    finally:
-        for task in starting:
-            task.cancel()
-    await asyncio.gather(*starting, return_exceptions=True)
-    error = next((task.exception() for task in done if task.exception() is not None), None)
-    if isinstance(error, MemoryBudgetError) and num_sharing > 1:
-        return _advise(error, num_sharing)
-    return error
-
-
-def _advise(error: MemoryBudgetError, num_sharing: int) -> MemoryBudgetError:
-    """Returns the error of one of so many replicas that share the memory, with how many of them would fit, if that is known."""
-    if error.fit is None:
-        return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
-    if not (num_fitting := int(error.fit * num_sharing)):
-        return error
-    advice = f"start {num_fitting} replicas at most, since {num_sharing} share the memory"
-    return MemoryBudgetError(f"{advice}: of each, {error.message}", param=error.param)

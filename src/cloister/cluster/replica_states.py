@@ -1,4 +1,4 @@
-"""What a front knows of each replica: its client, role and state, how fast it is, and whether requests may go to it."""
+"""State of each replica: client, role, speed, and whether it accepts requests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cloister.cluster.replay import ReplayVerifier
 from cloister.engine.client import EngineClient
 from cloister.engine.in_flight import InFlightRequest
 from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role, StepCoefficients
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.clock import Clock
 from cloister.types.events import KVLoaded, KVStored, Stepped
 from cloister.types.request import ModelInfo
@@ -23,8 +23,8 @@ from cloister.types.request import ModelInfo
 TRANSFER_WEIGHT: Final = 0.1
 """Weight of the last transfer in the mean time for a token."""
 TRANSFER_LIFETIME_S: Final = 30.0
-"""Without a transfer for so long, its time counts as unknown: one that was slow, as under a fault, would stop all others, and
-nothing would show that they are fast again."""
+"""A transfer time that is older counts as unknown: a slow one, as during a fault, would otherwise prevent the transfers that
+could show that they are fast again."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class ClusterConfig:
     Attributes:
         roles: of each replica; empty if all are mixed.
         rebalance: running requests are moved from busy replicas to idle ones, and roles are flipped, as the load changes.
-        num_standby: so many of the replicas, the last ones, get no requests until another one is lost.
+        num_standby: number of standby replicas: the last ones, without requests until another one is lost.
         scaling: when replicas are added and removed; None: all run.
     """
 
@@ -72,18 +72,18 @@ class ReplicaStates:
         clients: as above.
         model: that of new requests, once engines have started.
         roles: of each replica.
-        draining: those that get no requests, because somebody empties them.
-        given_up: those that get no requests any more, because others have failed (`cluster.sealed_unit`).
-        standby: those that get no requests until another one is lost.
-        stopped: those that have no engine, because fewer are enough.
-        adding, removing: those that get an engine or lose theirs at present.
-        wanted: the weights of new requests, since replicas have had others too; None before.
-        speeds: how long the steps of each take, compared with the others.
+        draining: replicas that are drained or being drained.
+        given_up: replicas excluded because others have failed (`cluster.sealed_unit`).
+        standby: replicas that get no requests until another one is lost.
+        stopped: replicas without an engine, because fewer are enough.
+        adding, removing: replicas whose engine is being started or ended by scaling.
+        preferred_weights: fingerprint of the weights for new requests, once replicas have different ones; None before.
+        speeds: speed of each replica relative to the others.
         avoids_slow: as above.
-        num_routed_before: for each, how many requests it was given while it had earlier clients.
-        num_restarts_before: for each, how many engines were started anew while it had earlier clients.
-        num_migrated: for each, how many running requests were moved to it.
-        lengths: forecasts of lengths; None if nothing asks for them.
+        num_routed_before: requests that each replica got through its earlier clients.
+        num_restarts_before: engine restarts of each replica under its earlier clients.
+        num_migrated: running requests that were moved to each replica.
+        lengths: length forecasts; None if the router uses none.
         copies: copies of hot prefixes; None if there are none.
     """
 
@@ -107,7 +107,7 @@ class ReplicaStates:
         self.stopped: set[int] = set()
         self.adding: set[int] = set()
         self.removing: set[int] = set()
-        self.wanted: str | None = None
+        self.preferred_weights: str | None = None
         self.speeds = ReplicaSpeeds(num_replicas)
         self.avoids_slow = avoids_slow
         self.num_routed_before = [0] * num_replicas
@@ -116,7 +116,7 @@ class ReplicaStates:
         self.lengths: LengthForecasts | None = None
         self.copies: PrefixCopies | None = None
         self._verifier, self._clock = verifier, clock
-        verifier.list_absent = lambda: self.scaled
+        verifier.list_inactive = lambda: self.inactive
         self._cost = StepCost()
         self._stored: dict[tuple[int, str], KVStored] = {}  # what each tier of each replica last said
         self._transfer_token_s = [0.0] * num_replicas
@@ -157,7 +157,7 @@ class ReplicaStates:
         )
 
     def _state(self, index: int, own: ReplicaState) -> ReplicaState:
-        """Returns how a replica is, whose engine is `own`."""
+        """Returns the state of a replica whose engine is in the state `own`."""
         if own in ("lost", "starting"):
             return own
         if index in self.draining:
@@ -166,19 +166,19 @@ class ReplicaStates:
             return "stopped" if index in self.stopped else "stopping"
         if own in ("draining", "stalled"):
             return own
-        if index in self._verifier.odd:
+        if index in self._verifier.suspicious:
             return "suspicious"
         if self.speeds.is_slow(index):
             return "slow"
         return "standby" if index in self.standby and own == "running" else own
 
     def _transfer_time(self, index: int) -> float:
-        """Returns the mean seconds that KV of a token took to come to a replica; 0 if that is unknown, or was long ago."""
+        """Returns the mean transfer seconds for KV of a token to a replica; 0 if unknown or too old."""
         is_known = self._clock.now() - self._transferred_s[index] < TRANSFER_LIFETIME_S
         return self._transfer_token_s[index] if is_known else 0.0
 
     def _cost_of(self, index: int) -> StepCoefficients:
-        """Returns the step times of a replica: those of all, which have equal settings, and longer if it is clearly slower."""
+        """Returns the step-time coefficients of a replica: those of all replicas, scaled if it is clearly slower."""
         factor = self.speeds.correction(index, self._clock.now())
         per_step, per_token, per_attended, per_read = self._cost.coefficients
         return per_step * factor, per_token * factor, per_attended * factor, per_read * factor
@@ -187,12 +187,12 @@ class ReplicaStates:
 
     @property
     def unavailable(self) -> set[int]:
-        """Those that get no requests, however their engines are."""
-        return self.draining | self._verifier.odd | self.standby | self.scaled | self.given_up
+        """Replicas excluded from routing, whatever the state of their engines."""
+        return self.draining | self._verifier.suspicious | self.standby | self.inactive | self.given_up
 
     @property
-    def scaled(self) -> set[int]:
-        """Those without an engine, and those that get one or lose theirs."""
+    def inactive(self) -> set[int]:
+        """Replicas whose engine is stopped, or being started or ended by scaling."""
         return self.stopped | self.adding | self.removing
 
     def with_engines(self) -> list[EngineClient]:
@@ -208,21 +208,23 @@ class ReplicaStates:
         """Whether requests may go to a replica."""
         return self.snapshot(index).is_accepting
 
-    def able(self, found: InFlightRequest | None = None, but: int | None = None) -> list[ReplicaSnapshot]:
-        """Returns the replicas that a request may go to: those that have the weights of its answer if that has begun, else
-        those that have the weights of new requests, or all if none of these accepts any.
+    def candidates(self, found: InFlightRequest | None = None, excluding: int | None = None) -> list[ReplicaSnapshot]:
+        """Returns the replicas that a request may be routed to. If its answer has begun: those with the same weights. Else:
+        those with the preferred weights, or all if none of these accepts requests.
 
         Args:
             found: a request that was accepted; None for a new one.
-            but: a replica that is left out.
+            excluding: index of a replica that is left out.
         """
         if found is not None and found.is_begun:
-            return self.accepting(but, found.stats.fingerprint)
-        return (self.accepting(but, self.wanted) if self.wanted is not None else []) or self.accepting(but)
+            return self.accepting(excluding, found.stats.fingerprint)
+        return (
+            self.accepting(excluding, self.preferred_weights) if self.preferred_weights is not None else []
+        ) or self.accepting(excluding)
 
-    def accepting(self, but: int | None = None, weights: str | None = None) -> list[ReplicaSnapshot]:
-        """Returns the replicas that requests may go to, without slow ones, and without idle ones that need not be started
-        because another one of the same role runs and has no request.
+    def accepting(self, excluding: int | None = None, weights: str | None = None) -> list[ReplicaSnapshot]:
+        """Returns the accepting replicas, without slow ones, and without idle ones that need not be started because another
+        one of the same role runs without a request.
 
         Args:
             weights: their fingerprint; None for any.
@@ -230,20 +232,22 @@ class ReplicaStates:
         accepting = [
             snapshot
             for snapshot in self.snapshots()
-            if snapshot.is_accepting and snapshot.index != but and weights in (None, self.clients[snapshot.index].fingerprint)
+            if snapshot.is_accepting
+            and snapshot.index != excluding
+            and weights in (None, self.clients[snapshot.index].fingerprint)
         ]
         if accepting and self.avoids_slow:
             accepting = self.speeds.choose(accepting, self._clock.now())
         unused = {snapshot.role for snapshot in accepting if not (snapshot.is_idle or snapshot.num_requests)}
         return [snapshot for snapshot in accepting if not (snapshot.is_idle and snapshot.role in unused)]
 
-    def with_wanted_weights(self) -> list[ReplicaSnapshot]:
+    def with_preferred_weights(self) -> list[ReplicaSnapshot]:
         """Returns the replicas that have the weights of new requests."""
-        wanted = self.wanted or self.clients[0].fingerprint
-        return [each for each in self.snapshots() if self.clients[each.index].fingerprint == wanted]
+        preferred = self.preferred_weights or self.clients[0].fingerprint
+        return [each for each in self.snapshots() if self.clients[each.index].fingerprint == preferred]
 
     def promote(self, index: int, instead_of: int) -> None:
-        """Has a replica that stands by take the place and the role of another one, which stands by from then on."""
+        """Makes a standby replica take the place and the role of another one, which becomes the standby."""
         self.standby.discard(index)
         self.standby.add(instead_of)
         self.roles[index], self.roles[instead_of] = self.roles[instead_of], self.roles[index]

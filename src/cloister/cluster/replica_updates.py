@@ -1,4 +1,4 @@
-"""What a rolling update does to the replicas of a set."""
+"""Performs rolling updates on the replicas of a set."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class ReplicaUpdates:
         return self._clients[index].num_lost
 
     def prefer_weights(self, model: ModelInfo) -> None:
-        self._states.model, self._states.wanted = model, model.fingerprint
+        self._states.model, self._states.preferred_weights = model, model.fingerprint
 
     async def compute_reference(self, request: Request) -> Answer | None:
         well = [snapshot for snapshot in self._states.snapshots() if snapshot.is_accepting and not snapshot.is_idle]
@@ -146,7 +146,7 @@ class ReplicaUpdates:
         self._states.num_restarts_before[index] += old.num_restarts - client.num_restarts
         self._connect(index, client)
         self._forget(index)
-        self._verifier.odd.discard(index)
+        self._verifier.suspicious.discard(index)
         if index in self._states.stopped:
             self._begin(_end_engine(client), "end of an engine that is not needed")
         return old

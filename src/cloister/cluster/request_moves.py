@@ -13,11 +13,11 @@ from cloister.engine.in_flight import InFlightRequest
 from cloister.types.events import KVLoaded
 
 WAKE_TIMEOUT_S: Final = 10.0
-"""Longest wait of a move for an engine that was idle; the request goes on where it is."""
+"""Longest wait of a move for an idle engine to start; the request then stays where it is."""
 COPY_TIMEOUT_S: Final = 5.0
 """Longest wait for KV; what did not arrive is computed."""
 MAX_SHADOWS: Final = 16
-"""How often a target begins anew with all tokens that there are, to catch up, before the source is stopped without it."""
+"""How often a target restarts with all tokens so far to catch up, before the source is stopped."""
 
 
 class RequestMoves:
@@ -43,11 +43,11 @@ class RequestMoves:
     async def migrate(self, request_id: str, target: int) -> bool:
         """Moves a request to another replica while it runs. Its client sees one answer without a gap.
 
-        Where engines can load KV from each other, the target loads what there is. Then it computes the request too, while the
-        source goes on; once it has said as much as the source, the source is told to stop. A target that stays behind begins
-        anew when the source has just filled a block, which it can load: then it has least to compute. An idle target is
-        started first. Returns False if the request has ended or moved meanwhile, is being moved, the target does not accept
-        it, or has other weights than those with which the answer has begun.
+        If engines can load KV from each other, the target first loads the KV so far. Then it computes the request beside the
+        source, which is stopped once the target has as many tokens. A target that stays behind restarts when the source has
+        just filled a block, which it can load: then it has least to compute. An idle target is started first. Returns False if
+        the request has ended, has moved or is being moved, or if the target does not accept it or has other weights than those
+        with which the answer has begun.
         """
         source = self.places.get(request_id)
         if source is None or source == target or request_id in self._moving or not self._states.is_accepting(target):

@@ -1,4 +1,4 @@
-"""Chooses replicas: for new requests, and for those that go on elsewhere."""
+"""Routes requests to replicas: new ones, and those that move."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class RequestRouting:
     """Routes the requests of a replica set.
 
     Args:
-        make_router: makes a router, once the model is known: one for prompts and one for answers that go on elsewhere.
+        make_router: makes a router for a model; called twice, for prefill and for decode.
         block_size: tokens of a KV block.
     """
 
@@ -36,17 +36,17 @@ class RequestRouting:
 
     @property
     def predicts_lengths(self) -> bool:
-        """Whether what is expected of answers decides something."""
+        """Whether routing uses predicted answer lengths."""
         return self._router is not None and self._router.predicts_lengths
 
     def place(self, request: Request) -> RoutingDecision:
-        """Returns the place of a new request. If none accepts it, that of a replica that refuses it and says why.
+        """Returns the placement of a new request; if no replica accepts it, one that will refuse it with the reason.
 
         Raises:
             QueueFullError: the router refuses the request.
             EngineError: every replica is drained.
         """
-        accepting = self._states.able()
+        accepting = self._states.candidates()
         if accepting and self._router is not None:
             return self._router.place(request, accepting)
         clients = self._states.clients
@@ -57,15 +57,15 @@ class RequestRouting:
         return RoutingDecision(running[0] if running else others[0])
 
     def find_place(
-        self, found: InFlightRequest, but: int | None = None, among: list[ReplicaSnapshot] | None = None
+        self, found: InFlightRequest, excluding: int | None = None, among: list[ReplicaSnapshot] | None = None
     ) -> RoutingDecision | None:
-        """Returns where an accepted request can go on; None if nowhere.
+        """Returns where an accepted request can continue; None if nowhere.
 
         Args:
-            but: a replica that is left out.
-            among: all that it may go to, whether they accept requests or not; None: those that do.
+            excluding: index of a replica that is left out.
+            among: candidates, whether they accept requests or not; None: `ReplicaStates.candidates`.
         """
-        accepting = self._states.able(found, but) if among is None else among
+        accepting = self._states.candidates(found, excluding) if among is None else among
         if self._router is None or not accepting:
             return None
         if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:

@@ -1,5 +1,5 @@
-"""Roles of replicas: prompts are computed by some, answers by others (DistServe, Zhong et al. 2024; Splitwise, Patel et al.
-2024; two-level scheduling and flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O; randomness is given.
+"""Roles of replicas: prefill, decode, or both (DistServe, Zhong et al. 2024; Splitwise, Patel et al. 2024; two-level scheduling
+and role flips: TetriInfer, Hu et al. 2024). Pure: no clock, no I/O; randomness is given.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
     """Returns the role of each replica: the first ones prefill, the next ones decode, the rest are mixed.
 
     Raises:
-        ConfigError: there are not so many, or prompts or answers would have no replica.
+        ConfigError: there are too few replicas, or none would prefill or decode.
     """
     num_mixed = num_replicas - num_prefill - num_decode
     if num_mixed < 0:
@@ -59,11 +59,11 @@ def assign_roles(num_replicas: int, num_prefill: int, num_decode: int) -> list[R
 
 @dataclass(frozen=True, slots=True)
 class RoutingDecision:
-    """Where a request begins.
+    """Where a request starts.
 
     Attributes:
         index: of the replica.
-        hands_off: another one goes on after the first token.
+        hands_off: another replica continues after the first token.
         source: index of a replica whose KV of the prompt is copied first; None for none.
     """
 
@@ -73,8 +73,8 @@ class RoutingDecision:
 
 
 class RoleRouter:
-    """Places requests on replicas with roles, at two levels: a router for where prompts are computed, and another one for where
-    answers go on. So answers do not change whose turn it is to compute a prompt.
+    """Routes requests to replicas with roles, by one router for prefill and another for decode, so that placements of answers
+    do not affect those of prompts.
 
     Args:
         block_size: tokens of a KV block; shorter prompts have no KV that could move.
@@ -86,11 +86,11 @@ class RoleRouter:
 
     @property
     def predicts_lengths(self) -> bool:
-        """Whether what is expected of answers decides something."""
+        """Whether routing uses predicted answer lengths."""
         return self._prefill.predicts_lengths
 
     def place(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> RoutingDecision:
-        """Returns where a request begins. `replicas` are those that accept requests, at least one.
+        """Returns where a request starts. `replicas` are those that accept requests, at least one.
 
         Raises:
             QueueFullError: the router refuses the request.
@@ -103,7 +103,7 @@ class RoleRouter:
         return RoutingDecision(index, hands_off=role == "prefill" and request.pooling is None, source=source)
 
     def place_decode(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int | None:
-        """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""
+        """Returns the decode replica of a request with its first token; None if none of `replicas` decodes."""
         decoders = [replica for replica in replicas if replica.can_decode]
         return self._decode.pick_decoder(request, decoders) if decoders else None
 
@@ -120,7 +120,7 @@ class RoleRouter:
     def _choose_pool(
         self, request: Request, replicas: Sequence[ReplicaSnapshot], whole: Sequence[ReplicaSnapshot]
     ) -> Sequence[ReplicaSnapshot]:
-        """Returns the replicas among which the prompt is computed: all that do so, or those that go on with the answer too."""
+        """Returns the replicas among which to choose for the prompt: all that prefill, or those that decode the answer too."""
         prefillers = [replica for replica in replicas if replica.can_prefill]
         if not prefillers:
             return whole
@@ -161,13 +161,13 @@ class Flip:
 
 class RoleFlipper:
     """Flips a replica of an idle pool where the other pool has queued for some time. Of several idle ones one is drawn by
-    capacity, so that nobody can choose it.
+    capacity, so that it cannot be predicted.
 
     Mixed replicas keep their role, and the last replica of a role keeps it.
 
     Args:
         draw: source of randomness.
-        hold_s: the other pool must have queued, and this one been idle, for so long.
+        hold_s: minimum time that the other pool has queued and this one has been idle.
         rest_s: time between two flips.
     """
 

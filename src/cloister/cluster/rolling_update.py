@@ -220,7 +220,7 @@ class RollingUpdate:
         if client.num_lost:
             raise EngineError("the new engine died while it computed a trial request; the log may say why")
         if client.model.fingerprint != self._old.fingerprint:
-            return  # nobody knows what it should say
+            return  # there is no reference for other weights
         reference = await self._replicas.compute_reference(request) if self._before is None else None
         if reference is not None and answer != reference:
             raise EngineError("the new engine computed other tokens than a running one for a trial request")

@@ -1,7 +1,7 @@
 """Adds replicas while requests wait, and removes them when fewer are enough. Pure: no clock, no I/O; randomness is given.
 
-Load must last before anything happens, and be much lower before a replica goes than it was when one came (hysteresis). A
-removal after which one is added again was a mistake: from then on it takes twice as long until the next one.
+Load must last before anything happens, and must be much lower to remove a replica than to add one (hysteresis). A removal that
+is soon followed by an addition was a mistake: the delay before the next removal doubles.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from cloister.engine.replica_snapshot import ReplicaSnapshot, ReplicaState, Role
 from cloister.types.threat import Requirement, ThreatProfile
 
 FULL: Final = 0.95
-"""Share of the KV blocks in use from which a replica has no room."""
+"""A replica has no room from this share of used KV blocks."""
 LOW: Final = 0.5
-"""A replica may go if the others then have less than this share of their slots and KV blocks in use."""
+"""A replica may be removed if the others then use less than this share of their slots and KV blocks."""
 LONG_PROMPTS_S: Final = 1.0
 """A replica is busy if the prompts that it has to compute take longer than this."""
 MAX_PATIENCE: Final = 16
 GONE: Final[frozenset[ReplicaState]] = frozenset({"lost", "draining", "drained", "suspicious"})
-"""States in which a replica that has an engine serves nobody."""
+"""States in which a replica with an engine serves no requests."""
 
 SCALING_THREAT: Final = ThreatProfile(
     row="instance flip",
@@ -57,14 +57,14 @@ class ScalingController:
     prompts wait for long. It has this role, or is mixed if none of this role is left. One is removed if for a longer time the
     requests of its role would have had room in less than half of the others.
 
-    At least so many stay that are well; lost and drained ones are replaced at once. The last one that prefills and the last one
-    that decodes stay, and so does the last mixed one unless there are both. Replicas that stand by are left alone.
+    At least `num_min` healthy replicas stay; lost and drained ones are replaced at once. The last one that prefills and the
+    last one that decodes stay, and so does the last mixed one unless there are both. Replicas that stand by are left alone.
 
     Args:
         draw: chooses among those that qualify, by capacity.
         num_min: replicas that stay, at least 1.
-        up_after_s: replicas must be busy for so long.
-        down_after_s: fewer must be enough for so long.
+        up_after_s: time that replicas are busy before one is added.
+        down_after_s: time that fewer are enough before one is removed.
     """
 
     def __init__(self, draw: random.Random, num_min: int = 1, *, up_after_s: float = 1.0, down_after_s: float = 60.0) -> None:
@@ -112,14 +112,14 @@ class ScalingController:
         return stopped if len(engines) < self._num_min else ()
 
     def _note_busy(self, well: Sequence[ReplicaSnapshot], now: float) -> list[Role]:
-        """Returns the roles all replicas of which have been busy for long enough."""
+        """Returns the roles whose replicas have all been busy for long enough."""
         pools = _by_role(well)
         busy = {role for role, pool in pools.items() if all(map(is_busy, pool))}
         self._busy_since_s = {role: self._busy_since_s.get(role, now) for role in busy}
         return [role for role in sorted(busy) if now - self._busy_since_s[role] >= self._up_after_s]
 
     def _note_low(self, well: Sequence[ReplicaSnapshot], now: float) -> set[Role]:
-        """Returns the roles of which one replica less has been enough for long enough."""
+        """Returns the roles for which one replica less has been enough for long enough."""
         low = {role for role, pool in _by_role(well).items() if _has_spare(pool)}
         self._low_since_s = {role: self._low_since_s.get(role, now) for role in low}
         if self._removed_s is not None and now - self._removed_s >= 2 * self._patience * self._down_after_s:
@@ -153,7 +153,7 @@ def is_busy(replica: ReplicaSnapshot) -> bool:
 
 
 def _has_spare(pool: Sequence[ReplicaSnapshot]) -> bool:
-    """Whether all but one of a pool would have room for what all have, twice."""
+    """Whether a pool without one replica would use less than `LOW` of its slots and KV blocks."""
     if any(replica.num_queued for replica in pool):
         return False
     share = LOW * (len(pool) - 1) / len(pool)
@@ -169,7 +169,7 @@ def _can_go(replica: ReplicaSnapshot, well: Sequence[ReplicaSnapshot]) -> bool:
 
 
 def _needed_roles(roles: Collection[Role]) -> set[Role]:
-    """Returns the roles of which one replica must run: all, but `mixed` if others do the same together."""
+    """Returns the roles that need a running replica: all but `mixed` if there are prefill and decode replicas."""
     return set(roles) - ({"mixed"} if {"prefill", "decode"} <= set(roles) else set())
 
 

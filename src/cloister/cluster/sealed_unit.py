@@ -1,11 +1,12 @@
 """The engines of a sealed node, which are one trust unit: one statement attests all of them, and clients seal to one key.
 
 The front starts and watches them, and sees no request. The worker of a request draws an engine by capacity, gets a channel to
-it, and goes on with another one if that dies. A worker knows of no request but its own, so nothing of others can decide.
+it, and continues on another one if that dies. A worker knows only its own request, so others cannot influence the choice.
 
 Where a unit has several machines, an attacker in the network, or an operator of a member, can have any connection fail. So a
-request that has lost an engine elsewhere goes on in the leader's own machine only: that brings no further machine requests. One
-that has lost an engine of the leader's machine goes on there too, for as long as another one runs.
+request that has lost an engine elsewhere continues only on the leader's own machine: so failing connections bring no other
+machine more requests. A request that has lost an engine of the leader's machine also continues there, as long as another one
+runs.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class WorkerUnit(ReplicaSet):
             self._replicas[index].give_up()
 
     def _find_next(self, lost: int, found: InFlightRequest) -> RoutingDecision | None:
-        able = [replica for replica in self._states.able(found) if replica.can_decode or not found.has_output]
+        able = [replica for replica in self._states.candidates(found) if replica.can_decode or not found.has_output]
         at_home = [replica for replica in able if replica.index < self._num_own]
         if (placement := self._routing.find_place(found, among=at_home)) is not None:
             return placement

@@ -1,4 +1,4 @@
-"""Requests that two replicas compute: that which has them, and the one where they will go on (decisions/0028)."""
+"""Live migration: the target computes a request beside its source until it can take over (decisions/0028)."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from cloister.engine.client import EngineClient
 from cloister.engine.shadow import Shadow, ShadowState
 
 SHADOW_PATIENCE: Final = 3
-"""Steps in which a target that is behind may catch up by itself."""
+"""Steps that a target which is behind gets to catch up."""
 LEAD_PATIENCE: Final = 32
-"""Steps in which a target that has said as much as the source may say more; at equal speed that is chance, most likely while
-the source computes a prompt. The client waits for nothing meanwhile; if the source stops before, it waits for the target."""
+"""Steps that a target which is level with the source gets to get ahead; at equal speed that is chance, most likely while the
+source computes a prompt. The client waits for nothing meanwhile; if the source stops before, it waits for the target."""
 SHADOW_TIMEOUT_S: Final = 5.0
-"""Longest wait for a target to catch up. One that has said as much by then gets the request."""
+"""Longest wait for a target to catch up. A target that is level by then takes over."""
 
 
 class ShadowEnd(Enum):
-    """What became of a shadow."""
+    """The outcome of a shadow."""
 
     TOOK_OVER = auto()
     LATE = auto()
-    """It was a few tokens behind the source, and stayed there."""
+    """It stayed a few tokens behind the source."""
     FAR = auto()
     """It was more than a block behind."""
     FAILED = auto()
@@ -33,12 +33,12 @@ class ShadowEnd(Enum):
 
 @dataclass(slots=True)
 class _Move:
-    """One of them.
+    """One move.
 
     Attributes:
-        num_late: messages of the target after which it was behind, though it has begun.
-        num_level: those after which it had said as much as the source.
-        on_end: called once, when the shadow is no more.
+        num_late: messages of the target after which it was behind, since its first token.
+        num_level: messages of the target after which it was level with the source.
+        on_end: called once, when the shadow ends.
     """
 
     request_id: str
@@ -51,7 +51,7 @@ class _Move:
 
 
 class ShadowMoves:
-    """The moves of a replica set that are under way.
+    """Moves in progress of a replica set.
 
     Args:
         block_size: tokens of a KV block.
@@ -108,7 +108,7 @@ class ShadowMoves:
         return True
 
     def advance(self, index: int) -> None:
-        """Does what a message of a replica makes possible."""
+        """Advances the moves of a replica after one of its messages."""
         for move in list(self._moves.values()):
             if index in (move.source, move.target):
                 self._advance(move, is_target=index == move.target)
@@ -124,9 +124,9 @@ class ShadowMoves:
             self._end(move, ShadowEnd.FAILED)
 
     def _advance(self, move: _Move, *, is_target: bool) -> None:
-        """Goes over to the target once it has said more than the source; ends its shadow if it does not catch up.
+        """Switches to the target once it is ahead of the source; ends its shadow if it does not catch up.
 
-        As long as both have said the same, the source goes on: its next token may be under way, or be the first one.
+        While both are level the source continues: its next token may be on its way, or be the first one.
         """
         found = self._replicas[move.source].find(move.request_id)
         if found is None:
@@ -148,14 +148,14 @@ class ShadowMoves:
                     self._end(move, ShadowEnd.LATE if is_near else ShadowEnd.FAR)
 
     def _go_over_if_level(self, request_id: str) -> None:
-        """Goes on with a request where its shadow is, if that has said as much."""
+        """Switches a request to its target if that is level with the source."""
         move = self._moves.get(request_id)
         found = None if move is None else self._replicas[move.source].find(request_id)
         if move is not None and found is not None and move.shadow.compare(found.token_ids, found.open) is ShadowState.LEVEL:
             self._go_over(move)
 
     def _go_over(self, move: _Move) -> None:
-        """Goes on with a request where its shadow is."""
+        """Switches a request to its target."""
         source = self._replicas[move.source]
         if not self._is_accepting(move.target) or source.detach_request(move.request_id, keeps_kv=False) is None:
             self._end(move, ShadowEnd.FAILED)

@@ -1,4 +1,4 @@
-"""Replicas that are ready and get no requests until another one is lost. Pure: no clock, no I/O; randomness is given."""
+"""Standby replicas: ready, and without requests until another replica is lost. Pure: no clock, no I/O; randomness is given."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ GONE: Final[frozenset[ReplicaState]] = frozenset({"lost", "starting"})
 
 @dataclass(frozen=True, slots=True)
 class Promotion:
-    """A replica that stood by takes the place and the role of one that is gone, which stands by from then on."""
+    """A standby replica takes the place and the role of a lost one, which becomes the standby."""
 
     index: int
     lost: int
 
 
 class StandbyKeeper:
-    """Has replicas that stand by take the place of those whose engine is gone.
+    """Promotes standby replicas to replace those whose engine is lost.
 
-    They change places: the engine that is started in place of the lost one stands by, so nothing moves back. A replica that is
-    slow, or hangs and is not replaced yet, is not gone.
+    They swap places: the restarted engine of the lost replica becomes the standby, so nothing moves back. A replica that is
+    slow, or hangs and is not replaced yet, is not lost.
 
     Args:
-        draw: chooses among those that stand by, so that nobody knows which one gets the requests of a replica that is killed.
+        draw: chooses among standby replicas, so that nobody can predict which one gets the requests of a killed replica.
     """
 
     def __init__(self, draw: Random) -> None:
         self._draw = draw
 
     def decide(self, replicas: Sequence[ReplicaSnapshot]) -> list[Promotion]:
-        """Returns who takes whose place now.
+        """Returns the promotions that are due.
 
         Args:
             replicas: all that are not drained.
@@ -45,13 +45,13 @@ class StandbyKeeper:
         return [Promotion(index, gone) for index, gone in zip(chosen, lost, strict=False)]
 
     def choose(self, replicas: Sequence[ReplicaSnapshot]) -> int | None:
-        """Returns one that is ready; None if none is."""
+        """Returns a ready standby replica; None if there is none."""
         ready = _find_ready(replicas)
         return self._draw.choice(ready) if ready else None
 
 
 def can_take_over(replica: ReplicaSnapshot) -> bool:
-    """Whether requests can go to a replica once no other one is left. One that stands by is only promoted when ready."""
+    """Whether a replica could serve requests alone. A standby replica is promoted only when it is ready."""
     return replica.state == "standby" if replica.is_standby else replica.state not in NOT_WELL
 
 

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from cloister.kv.lent_tier import PEER_TIER_THREAT
 from cloister.kv.shared_tier import SHARED_TIER_THREAT
-from cloister.kv.tiers import tier_threat
+from cloister.kv.tier_index import tier_threat
 from cloister.types.errors import ConfigError
 from cloister.types.registry import Registry
 

@@ -31,8 +31,8 @@ from cloister.engine.kv_tier_opener import BlockOpener, describe_block, describe
 from cloister.engine.locked_keys import lock_keys
 from cloister.kv import KVFormat
 from cloister.kv.objects import KVHeader, RestoredEntry
+from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TAG_BYTES, TierBlock, TierLayout
-from cloister.kv.tiers import MAX_TRIAL_BYTES
 from cloister.scheduler.kv_restores import TRIAL, TierEntry, TierRead
 from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
@@ -397,7 +397,7 @@ class TierWorker:
     def _read_all(self, job: _Read) -> bool:
         """Reads parts in their order, some at a time: one is read while another one is opened."""
         last_s = time.perf_counter()
-        parts = deque(self._divide(job.read.entries, job.read.most_part_bytes))
+        parts = deque(self._divide(job.read.entries, job.read.max_part_bytes))
         opening: deque[tuple[list[TierEntry], int, Future[dict[int, memoryview]]]] = deque()
         while parts or opening:
             while parts and len(opening) < max(_LEAST_DEPTH, self.files[parts[0][1]].pattern.depth):
@@ -418,9 +418,7 @@ class TierWorker:
             self._wake()
         return True
 
-    def _divide(
-        self, entries: Sequence[TierEntry], most_part_bytes: int | None = None
-    ) -> Iterator[tuple[list[TierEntry], int]]:
+    def _divide(self, entries: Sequence[TierEntry], max_part_bytes: int | None = None) -> Iterator[tuple[list[TierEntry], int]]:
         """Divides entries into parts of about the size of a read, each with the slowest tier that it needs."""
         part: list[TierEntry] = []
         num_bytes = tier = 0
@@ -437,7 +435,7 @@ class TierWorker:
             part.append(entry)
             num_bytes += entry_bytes
             limit_bytes = self.files[tier].pattern.block_bytes
-            if num_bytes >= (limit_bytes if most_part_bytes is None else min(limit_bytes, most_part_bytes)):
+            if num_bytes >= (limit_bytes if max_part_bytes is None else min(limit_bytes, max_part_bytes)):
                 yield part, tier
                 part, num_bytes = [], 0
         if part:

@@ -22,8 +22,9 @@ from cloister.engine.kv_tier_worker import TierArrival, TierWorker
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.kv import KVFormat
 from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS, TierAdmission
+from cloister.kv.tier_index import STORE_SHARE, KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import STORE_SHARE, KVTierIndex, KVTiers
+from cloister.kv.tiers import KVTiers
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.scheduler.kv_restores import TRIAL, TierRead

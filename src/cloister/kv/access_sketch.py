@@ -1,5 +1,5 @@
-"""How often keys were accessed lately, in memory that does not grow with them: a Count-Min-Sketch (Cormode & Muthukrishnan
-2005) whose counters are halved from time to time (TinyLFU, Einziger et al. 2017). Pure: it is given its salt."""
+"""Estimates how often keys were accessed lately, in constant memory: a count-min sketch (Cormode & Muthukrishnan 2005) whose
+counters are halved periodically (TinyLFU, Einziger et al. 2017). Pure: it is given its salt."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Final
 NUM_ROWS: Final = 4
 COUNTERS_PER_KEY: Final = 8
 """Counters in each row for each key that is to be told apart."""
-MOST_COUNT: Final = 15
+MAX_COUNT: Final = 15
 ACCESSES_PER_KEY: Final = 10
-"""After so many accesses for each of these keys all counters are halved: what was popular before counts less and less."""
+"""All counters are halved after this many accesses per key, so that old accesses count less and less."""
 _HALVES: Final = bytes(count // 2 for count in range(256))
 _ROWS: Final = struct.Struct(f"<{NUM_ROWS}Q")
 
@@ -43,7 +43,7 @@ class AccessSketch:
         places = self._places(key)
         counters = self._counters
         least = min([counters[place] for place in places])
-        if least < MOST_COUNT:
+        if least < MAX_COUNT:
             for place in places:
                 if counters[place] == least:
                     counters[place] = least + 1
@@ -53,7 +53,7 @@ class AccessSketch:
             self._counters = counters.translate(_HALVES)
 
     def estimate(self, key: bytes) -> int:
-        """Returns how often a key was accessed, at most `MOST_COUNT`."""
+        """Returns how often a key was accessed, at most `MAX_COUNT`."""
         counters = self._counters
         return min([counters[place] for place in self._places(key)])
 

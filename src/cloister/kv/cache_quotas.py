@@ -1,4 +1,4 @@
-"""Per-scope quotas and lifetimes of the prefix cache, so that no tenant can infer others' activity from evictions. Pure.
+"""Per-scope quotas of the prefix cache, so that no tenant can infer others' activity from evictions. Pure.
 
 Without quotas the cache is one least-recently-used list: a tenant can infer others' activity from evictions of its prefixes.
 With quotas each scope may keep up to a share of the pool. It evicts only its own blocks to make room, and no other scope evicts
@@ -6,8 +6,6 @@ them. Running sequences use the rest of the pool, which all scopes share.
 """
 
 from __future__ import annotations
-
-import heapq
 
 CACHE_SHARE = 0.5
 """Largest part of the pool that is divided into shares."""
@@ -33,13 +31,13 @@ class CacheQuotas:
 
         Args:
             num_blocks: blocks of the pool.
-            num_for_one: blocks of the longest sequence, which must fit beside all shares.
+            num_for_one: blocks of the longest sequence, which must fit in addition to all shares.
         """
         room = min(int(num_blocks * CACHE_SHARE), num_blocks - num_for_one)
         return cls(num_scopes, max(0, room) // num_scopes)
 
     @property
-    def num_most(self) -> int:
+    def total_blocks(self) -> int:
         """Total blocks of all shares."""
         return self.num_scopes * self.per_scope
 
@@ -71,60 +69,3 @@ class CacheQuotas:
         """Raises AssertionError unless every count is within its limits."""
         assert len(self._counts) <= self.num_scopes, "more owners than shares"
         assert all(0 < count <= self.per_scope for count in self._counts.values()), "a share is overdrawn"
-
-
-# Time to live of a scope's unused cached blocks. Pure: it takes `now`.
-
-
-RETRY_S = 1.0
-"""Delay before a scope is checked again whose blocks were still in use at its deadline."""
-
-
-class CacheTTL:
-    """Deadlines by root of a prefix-key chain, with the keys cached under it. Scopes without a deadline are not included.
-
-    Attributes:
-        queue: heap of (earliest deadline, root); empty if no scope has a deadline, so a step then costs nothing.
-    """
-
-    def __init__(self) -> None:
-        self.queue: list[tuple[float, bytes]] = []
-        self._deadlines: dict[bytes, float] = {}
-        self._kept: dict[bytes, set[bytes]] = {}
-
-    def __len__(self) -> int:
-        return len(self._deadlines)
-
-    def renew(self, root: bytes, deadline_s: float) -> None:
-        """Extends the deadline of everything cached under `root`."""
-        known = self._deadlines.get(root)
-        if known is not None and known >= deadline_s:
-            return
-        self._deadlines[root] = deadline_s
-        if known is None:  # a stale time is corrected when it is popped, so the queue has one entry per scope
-            heapq.heappush(self.queue, (deadline_s, root))
-
-    def keep(self, root: bytes, key: bytes) -> None:
-        """Records that a block is cached under `key`."""
-        self._kept.setdefault(root, set()).add(key)
-
-    def drop(self, root: bytes, key: bytes) -> None:
-        """Records that the block is no longer cached."""
-        keys = self._kept.get(root)
-        if keys is not None:
-            keys.discard(key)
-            if not keys:
-                del self._kept[root]
-
-    def take_due(self, now: float) -> list[tuple[bytes, set[bytes]]]:
-        """Removes and returns (root, keys) of every scope whose deadline has passed."""
-        due = []
-        while self.queue and self.queue[0][0] <= now:
-            _, root = heapq.heappop(self.queue)
-            deadline_s = self._deadlines[root]
-            if deadline_s > now:
-                heapq.heappush(self.queue, (deadline_s, root))
-                continue
-            del self._deadlines[root]
-            due.append((root, set(self._kept.get(root, ()))))
-        return due

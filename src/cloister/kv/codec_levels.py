@@ -1,6 +1,7 @@
 """Levels of the codec of stored KV, and which of them a tier uses (CacheGen, Liu et al. 2024). Pure: no I/O, clock or arrays.
 
-A setting names one level, or lets the measured speed of the tier choose: a slow one is worth more decoding, and more loss.
+A setting names one level, or lets the measured speed of the tier choose: the slower the tier, the more decoding and loss are
+worth it.
 """
 
 from __future__ import annotations
@@ -18,8 +19,7 @@ class CodecLevel:
     """One level.
 
     Attributes:
-        step: what numbers are rounded to, as a part of how far they lie from their channel's mean (root mean square); 0: their
-            bits come back.
+        step: quantization step, as a part of the channel's standard deviation; 0: lossless.
         is_raw: stored as it is.
     """
 
@@ -29,7 +29,7 @@ class CodecLevel:
 
     @property
     def is_exact(self) -> bool:
-        """Whether what comes back has the bits of what was stored."""
+        """Whether decoding returns the stored bits."""
         return self.step == 0.0
 
 
@@ -67,7 +67,7 @@ def is_lossy(name: str | None) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class LevelCost:
-    """What one entry of a block table takes at a level, as measured.
+    """Measured size and decoding time of one entry of a block table at a level.
 
     Attributes:
         stored_bytes: of its block of each group of layers.

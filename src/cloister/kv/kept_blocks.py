@@ -1,4 +1,4 @@
-"""Which blocks are kept of each chain, that is of one scope and adapter, and since when. Pure: it is given the time."""
+"""Blocks kept of each chain (one scope and adapter), and since when. Pure: it is given the time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEVICE: Final = "device"
 
 
 class StepTime:
-    """The time of what happens next. All that keeps blocks of one scheduler has the same one, and the scheduler sets it."""
+    """The current time, set by the scheduler and shared by its prefix cache and tiers."""
 
     __slots__ = ("now_s",)
 

@@ -51,6 +51,22 @@ class PrefixKeys:
             raise ValueError("only a full block has a key")
         return hashlib.sha256(parent + array("q", token_ids).tobytes() + image_digests).digest()
 
+    def chain(
+        self,
+        scope: Scope,
+        adapter: str | None,
+        token_ids: Sequence[int],
+        images: Sequence[ImageTile] = (),
+        documents: Documents | None = None,
+    ) -> list[bytes]:
+        """Returns the keys of all blocks of a prompt that a hit can cover: those before its last token, which must be computed
+        for its logits."""
+        keys: list[bytes] = []
+        num_blocks = (len(token_ids) - 1) // self.block_size
+        root = self.root(scope, adapter)
+        self.extend(keys, root, token_ids, num_blocks, reads_public=adapter is None, images=images, documents=documents)
+        return keys
+
     def extend(
         self,
         chain: list[bytes],

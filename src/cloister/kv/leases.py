@@ -1,8 +1,7 @@
-"""Leases: cached blocks that stay for a while though no sequence uses them, because another engine will load them. Pure: it
-takes `now`.
+"""Leases keep cached blocks that no sequence uses until another engine has loaded them. Pure: it takes `now`.
 
 A lease holds a reference to each of its blocks. It ends when its time is over, when its blocks were fetched, or when a running
-sequence needs them: nobody waits for a lease.
+sequence needs them: no sequence waits for a lease.
 """
 
 from __future__ import annotations

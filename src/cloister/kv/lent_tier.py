@@ -1,8 +1,8 @@
-"""A tier of which a part is lent to another engine while nobody needs it here (Aqua, Vijaya Kumar et al. 2025). Pure: no I/O,
-no clock, no arrays.
+"""A tier that lends slots to another engine while its own engine does not need them (Aqua, Vijaya Kumar et al. 2025). Pure: no
+I/O, no clock, no arrays.
 
-An engine lends three quarters of its slots, the last ones, and takes them back when it has no other slot for a block of its
-own: it asks nobody, and waits for nobody. The engine that had them finds that its blocks do not open, and computes them.
+An engine lends the last three quarters of its slots. It takes them back, without asking or waiting, when it has no other slot
+for a block of its own. The borrower then fails to open its blocks and computes them again.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from typing import Final
 
 from cloister.kv.shared_tier import SHARED_TIER_THREAT, SharedTierIndex
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
+from cloister.kv.tier_index import KVTierIndex, TierAccount
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex, TierAccount
 from cloister.types.threat import ThreatProfile
 
 LENT_SHARE: Final = 0.75
 """Part of its slots that an engine lends."""
 QUIET_S: Final = 10.0
-"""An engine that has stored nothing for so long lends again, if another one asks."""
+"""An engine lends again, on request, after this time without storing anything."""
 
 PEER_TIER_THREAT: Final = ThreatProfile(
     row=SHARED_TIER_THREAT.row,
@@ -69,7 +69,7 @@ class LendingTierIndex(SharedTierIndex):
 
     @property
     def needs_more(self) -> bool:
-        """Whether the next block of some owner takes the place of another one."""
+        """Whether some owner's share is full."""
         return any(slots.oldest(owner) is not None for slots in self._slots for owner in slots.owned)
 
     @property
@@ -106,7 +106,7 @@ class LendingTierIndex(SharedTierIndex):
             self.take_back()
 
     def offer(self, root: bytes, key: bytes, entry: int, group: int, block: int, owner: bytes | None = None) -> None:
-        """As `SharedTierIndex.offer`. Takes lent slots back before a block of this engine goes for another one."""
+        """As `SharedTierIndex.offer`. Takes lent slots back before it evicts a block of this engine."""
         if root and not self.has(key, group):
             self._take_room(self._payer(owner), group)
         super().offer(root, key, entry, group, block, owner)
@@ -125,7 +125,7 @@ class LendingTierIndex(SharedTierIndex):
 
 
 class BorrowedTierIndex(KVTierIndex):
-    """What an engine keeps in memory of another one: blocks that its own part lets go."""
+    """The blocks that an engine keeps in slots borrowed from another one: those that its own part evicts."""
 
     def lose_all(self) -> None:
         """Forgets all blocks: the lender has taken its memory back, or is gone."""

@@ -1,8 +1,8 @@
-"""KV objects: the blocks of one entry of a block table, which say themselves what they are. Pure: no I/O, no clock, no arrays.
+"""KV objects: self-describing, authenticated blocks of one entry of a block table. Pure: no I/O, no clock, no arrays.
 
-An object is found by its prefix key, which covers the scope, the model, the adapter and all tokens up to its end. What carries
-it need not be trusted: without the engines' key nobody can make one, or change one. Whatever does not match is a
-miss, and its positions are computed.
+An object is found by its prefix key, which covers the scope, the model, the adapter and all tokens up to its end. The transport
+need not be trusted: nobody can make or change an object without the engines' key. An object that does not match is a miss, and
+its positions are computed.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _NONCE: Final = bytes(12)
 
 
 class KVHeader(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What an object says of itself.
+    """Description of an object.
 
     Attributes:
         format: digest of the `KVFormat` that its contents have.
@@ -171,7 +171,7 @@ class KVQuery(msgspec.Struct, frozen=True, array_like=True):
         request_id: of the request whose hold on the KV ends when all of it was sent.
         root: root of the chain.
         keys: prefix keys, by entry.
-        num_known: the asker has so many leading entries, for layers that see all positions.
+        num_known: number of leading entries that the asker has, for layers that see all positions.
         follows: the request's prompt is being computed there: entries are sent as they are done, until the last one is.
     """
 

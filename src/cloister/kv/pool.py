@@ -81,6 +81,11 @@ class BlockPool:
         self._on_unused: Callable[[int], None] = lambda block: None
 
     @property
+    def has_full_attention_only(self) -> bool:
+        """Whether every layer sees all positions: no group has a window or states."""
+        return self.num_groups == 1 and self.groups[0].window is None and not self.groups[0].is_state
+
+    @property
     def num_free(self) -> int:
         return sum(map(len, self._free))
 
@@ -110,11 +115,11 @@ class BlockPool:
         """Returns the group that a block belongs to."""
         return 0 if self.num_groups == 1 else bisect_right(self._ends, block)
 
-    def count_most(self, group: int, num_entries: int, width: int = 1) -> int:
-        """Returns the most blocks of a group that a sequence of so many table entries holds at once.
+    def max_blocks(self, group: int, num_entries: int, width: int = 1) -> int:
+        """Returns the maximum blocks of a group that a sequence of `num_entries` table entries holds at once.
 
         Args:
-            width: sequences that went apart behind the prompt, which one of them computed; they share nothing else.
+            width: number of sequences that share only the blocks of the prompt.
         """
         window, most = self.groups[group].window, self.groups[group].max_held
         if window is None or most is None:

@@ -12,7 +12,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Collection, Sequence
 
-from cloister.kv.cache_quotas import RETRY_S, CacheQuotas, CacheTTL
+from cloister.kv.cache_quotas import CacheQuotas
+from cloister.kv.cache_ttl import RETRY_S, CacheTTL
 from cloister.kv.kept_blocks import KeptBlocks
 from cloister.kv.pool import NO_BLOCK, BlockPool
 from cloister.kv.table import BlockTable, first_seen
@@ -61,7 +62,7 @@ class PrefixCache:
     Attributes:
         ttl: deadlines for `expire`.
         kept: the blocks of each chain that later requests can find.
-        tiers: get what is evicted; None: it is gone.
+        tiers: get the blocks that are evicted; None: they are dropped.
     """
 
     def __init__(
@@ -103,7 +104,7 @@ class PrefixCache:
         return table
 
     def first_entries(self, num_entries: int) -> list[int]:
-        """Returns for each group the first entry that a hit of so many entries needs."""
+        """Returns for each group the first entry that a hit of `num_entries` entries needs."""
         return [self._first_entry(num_entries, window) for window in self._windows]
 
     def match_length(self, keys: Sequence[bytes], tiers: KVTiers | None = None, num_tiers: int | None = None) -> int:
@@ -154,7 +155,7 @@ class PrefixCache:
         node = self._nodes.get(key)
         return [NO_BLOCK] * len(self._windows) if node is None else list(node.blocks)
 
-    def share_known(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
+    def deduplicate(self, keys: Sequence[bytes], table: BlockTable, start: int) -> None:
         """Puts the kept blocks of layers that see all positions into a table that has equal ones of its own.
 
         Where a hit ended early for want of a state, the same positions were computed again. Only a table that holds all kept
@@ -204,7 +205,7 @@ class PrefixCache:
         Args:
             end: None: all keys.
             blocks: the table (`BlockTable.blocks`).
-            root: root of the chain; empty if nobody will look for it again, so that no tier keeps it.
+            root: root of the chain; empty if no later request can find it, so that no tier keeps it.
             expires: its blocks have a deadline (`renew`).
             documents: parts of the prompt that are encoded separately, each a branch of its own behind the prefix.
             owner: owner whose share is charged, if there are quotas. Blocks beyond the share are not cached; None: the blocks
@@ -291,7 +292,7 @@ class PrefixCache:
             elif self.tiers is not None:
                 self.tiers.forget(root)
 
-    def evict_one(self, group: int = 0) -> int | None:
+    def evict_one(self, group: int) -> int | None:
         """Evicts and returns the least recently used evictable block of a group that has no owner; None if there is none."""
         return self._evict_from(None, group)
 
@@ -432,7 +433,7 @@ class PrefixCache:
             if block == NO_BLOCK or node.blocks[group] != NO_BLOCK or self._pool.is_kept(block):
                 continue
             if node.key in self._pinned and group == self._pool.state_group:
-                continue  # a state is too large to stay for good, and whether it is there must not tell who was
+                continue  # a state is too large to pin, and its presence would reveal other requests
             if group != self._full and not self._find_room(node.owner, group):
                 continue
             if node.key in self._pinned:

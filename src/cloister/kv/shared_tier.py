@@ -1,8 +1,8 @@
-"""What one engine knows of a tier that several engines share. Pure: no I/O, no clock, no arrays.
+"""One engine's index of a tier that several engines share. Pure: no I/O, no clock, no arrays.
 
-Each engine stores in a part of its own, as in a tier of its own (`kv.tiers.KVTierIndex`), and announces what it has written.
-So each knows what the others hold, loads it, and does not store it a second time. What one loads from another's part counts as
-used there. Announcements may be late, doubled or lost: a block that is not there any more does not open, and is computed.
+Each engine writes to a part of its own (`kv.tier_index.KVTierIndex`) and announces the blocks that it has written. The others
+load these blocks and do not store them a second time; a load from another engine's part counts as a use there. Announcements
+may be late, repeated or lost: a block that is gone does not open, and is computed.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
+from cloister.kv.tier_index import KVTierIndex
 from cloister.kv.tier_slots import TierBlock, TierLayout
-from cloister.kv.tiers import KVTierIndex
 from cloister.types.threat import Requirement, ThreatProfile
 
 SHARED_TIER_THREAT: Final = ThreatProfile(

@@ -139,7 +139,7 @@ class BlockTable:
         fresh = [iter(pool.allocate(count, group)) for group, count in enumerate(counts)]
         return [next(fresh[place % num_groups]) for place in places]
 
-    def pass_positions(self, num_positions: int) -> None:
+    def release_behind_windows(self, num_positions: int) -> None:
         """Releases the blocks behind the windows: those that no query from position `num_positions` on sees."""
         for number, group in enumerate(self._pool.groups):
             if group.window is None:

@@ -1,12 +1,9 @@
-"""Which blocks are worth a slot of a full tier. Pure: no I/O, no clock; it is given its salt.
+"""Admission to a full tier: whether a block is worth evicting another one. Pure: no I/O, no clock; it is given its salt.
 
-A tier lets its least recently used block go. That is right if what was used lately is used again soon. Where most of what
-passes is used once, such as documents and conversations that end, it pushes out system prompts and other beginnings that many
-requests share. `tinylfu` stores a block only if it is used more often than the one that would go (TinyLFU, Einziger et al.
-2017; M5, ASPLOS 2025, counts pages of slow memory in the same way). `auto` finds out which of both has more hits.
-
-A slot holds one block, and the slots of a group have one size, so accesses of a block are accesses of a byte: the densest
-blocks are kept.
+A tier evicts its least recently used block. That is right if blocks used lately are used again soon. Where most blocks are used
+once (documents, conversations that end), they evict system prompts and other prefixes that many requests share. `tinylfu`
+stores a block only if it is used more often than the one that would be evicted (TinyLFU, Einziger et al. 2017; M5, ASPLOS 2025,
+counts pages of slow memory in the same way). `auto` simulates both and uses the one with more hits.
 """
 
 from __future__ import annotations
@@ -20,22 +17,22 @@ from cloister.kv.access_sketch import AccessSketch
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
-MOST_SAMPLED: Final = 8
-"""`auto` simulates with one key of so many."""
-LEAST_SIMULATED: Final = 64
-"""Slots of a simulation at least, where the tier has as many."""
-LEAST_GAIN: Final = 1.15
-"""`auto` compares by frequency if that would have had so many times the hits."""
+MAX_SAMPLE_INTERVAL: Final = 8
+"""`auto` simulates with at least one key of so many."""
+MIN_SIMULATED_SLOTS: Final = 64
+"""Minimum number of simulated slots, if the tier has as many."""
+MIN_GAIN: Final = 1.15
+"""`auto` compares by frequency if that had so many times the hits in the simulation."""
 ACCESSES_PER_SLOT: Final = 4
-"""After so many accesses for each slot the hits of both simulations are halved."""
+"""The hits of both simulations are halved after this many accesses per slot."""
 
 
 class TierAdmission(Protocol):
-    """Decides for one owner in one tier."""
+    """Decides which blocks of one owner a tier stores."""
 
     @property
     def is_by_frequency(self) -> bool:
-        """Whether blocks are compared by how often they are used; else the one used last is worth more."""
+        """Whether blocks are compared by frequency of use; else by recency."""
         ...
 
     def note(self, keys: Sequence[bytes]) -> None:
@@ -43,10 +40,10 @@ class TierAdmission(Protocol):
         ...
 
     def admits(self, key: bytes, oldest: bytes) -> bool:
-        """Whether a block is worth more than the one that would go for it.
+        """Whether to store a block in place of the owner's least recently used one.
 
         Args:
-            oldest: key of the owner's least recently used block.
+            oldest: key of that one.
         """
         ...
 
@@ -56,7 +53,7 @@ AdmissionFactory = Callable[[int], TierAdmission]
 
 
 class AdmitAll:
-    """Stores every block, for the least recently used one."""
+    """Stores every block, in place of the least recently used one."""
 
     is_by_frequency = False
 
@@ -71,7 +68,7 @@ class AdmitAll:
 
 
 class TinyLFU:
-    """Stores a block if it was accessed more often than the one that would go.
+    """Stores a block if it was accessed more often than the one that would be evicted.
 
     Args:
         num_slots: of the owner.
@@ -92,10 +89,10 @@ class TinyLFU:
 
 
 class AdaptiveAdmission:
-    """Does as `TinyLFU` while that would have had more hits than storing everything.
+    """Admits as `TinyLFU` while that has more hits in a simulation than storing every block.
 
-    Both are simulated with a sample of the keys and as small a part of the slots (miniature simulation, Waldspurger et al.
-    2017). The hits of a miniature are those of the whole, as keys are drawn by a hash.
+    Both are simulated with a hash-based sample of keys and the same share of the slots (miniature simulation, Waldspurger et
+    al. 2017).
 
     Args:
         num_slots: of the owner.
@@ -105,8 +102,8 @@ class AdaptiveAdmission:
     def __init__(self, num_slots: int, salt: bytes) -> None:
         self._salt = salt
         self._frequency = TinyLFU(num_slots, salt)
-        self._one_of = min(MOST_SAMPLED, max(1, num_slots // LEAST_SIMULATED))
-        num_simulated = max(1, num_slots // self._one_of)
+        self._interval = min(MAX_SAMPLE_INTERVAL, max(1, num_slots // MIN_SIMULATED_SLOTS))
+        num_simulated = max(1, num_slots // self._interval)
         self._simulations = (_Simulation(num_simulated, AdmitAll()), _Simulation(num_simulated, self._frequency))
         self._period = ACCESSES_PER_SLOT * num_simulated
         self._num_sampled = 0
@@ -114,7 +111,7 @@ class AdaptiveAdmission:
     @property
     def is_by_frequency(self) -> bool:
         everything, frequent = self._simulations
-        return frequent.num_hits > LEAST_GAIN * everything.num_hits
+        return frequent.num_hits > MIN_GAIN * everything.num_hits
 
     def note(self, keys: Sequence[bytes]) -> None:
         self._frequency.note(keys)
@@ -132,14 +129,14 @@ class AdaptiveAdmission:
 
     def _is_sampled(self, key: bytes) -> bool:
         number = int.from_bytes(blake2b(key, digest_size=4, key=self._salt).digest())
-        return number % self._one_of == 0
+        return number % self._interval == 0
 
 
 class _Simulation:
-    """A tier that has keys and no blocks.
+    """A tier of keys without blocks.
 
     Attributes:
-        num_hits: hits, of which old ones count less.
+        num_hits: hits; old ones count less.
     """
 
     __slots__ = ("_admission", "_keys", "_num_slots", "num_hits")

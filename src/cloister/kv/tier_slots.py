@@ -1,4 +1,4 @@
-"""Where blocks of a tier lie: the slots of its file, and which blocks are in those of one group. Pure: no I/O."""
+"""The slots of a tier: their layout in its file, and the blocks in those of one group. Pure: no I/O."""
 
 from __future__ import annotations
 
@@ -116,17 +116,24 @@ class TierLayout:
 
 
 class GroupSlots:
-    """The slots of one group: its blocks by key, and those of each owner, least recently used first; when each was last used,
-    as a count of uses in all tiers, and which of them belong in the first tier."""
+    """The slots of one group.
 
-    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned", "rising", "used")
+    Attributes:
+        blocks: by key.
+        owned: blocks of each owner by key, least recently used first.
+        free: empty slots that were used before.
+        used: when each block was last used, as a count of uses in all tiers.
+        promoted: keys of blocks that belong in the first tier.
+    """
+
+    __slots__ = ("blocks", "free", "num_shares", "num_slots", "owned", "promoted", "used")
 
     def __init__(self, num_slots: int, num_shares: int) -> None:
         self.blocks: dict[bytes, TierBlock] = {}
         self.owned: dict[bytes, OrderedDict[bytes, TierBlock]] = {}
         self.free: list[int] = []
         self.used: dict[bytes, int] = {}
-        self.rising: set[bytes] = set()
+        self.promoted: set[bytes] = set()
         self.num_slots, self.num_shares = num_slots, num_shares
 
     def has_share(self, owner: bytes) -> bool:
@@ -149,7 +156,7 @@ class GroupSlots:
 
     def remove(self, stored: TierBlock) -> None:
         del self.blocks[stored.key], self.used[stored.key]
-        self.rising.discard(stored.key)
+        self.promoted.discard(stored.key)
         owned = self.owned[stored.owner]
         del owned[stored.key]
         if not owned:

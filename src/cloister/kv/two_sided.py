@@ -12,18 +12,18 @@ from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Final
 
-MOST_OF_ALONE: Final = 0.75
-"""A restore is made from both sides if it is predicted to take at most this part of the better of loading and computing alone.
-What is predicted to gain less was measured to gain nothing: both sides share the processor."""
+MAX_TIME_RATIO: Final = 0.75
+"""A restore is made from both sides if its predicted time is at most this part of that of loading alone and of computing alone.
+Restores predicted to gain less were measured to gain nothing: both sides share the processor."""
 FIRST_SHARE: Final = 0.5
-"""Part of the way to where both are predicted to meet that the first steps compute; all of it once this load has shown its
-speed. A tier that is much faster than it was is then noticed in time."""
+"""The first steps compute only this part of the entries up to the predicted meeting point, until the load has shown its speed:
+a tier that has become much faster is then noticed in time."""
 PRIOR_SHARE: Final = 0.1
-"""What was known of a tier weighs as much as this part of the load: its first blocks have its start in their time."""
+"""Weight of a tier's earlier measurements, as a part of this load's bytes: the first blocks include the start of the load."""
 NUM_PARTS: Final = 16
-"""Parts in which its end is read, if blocks are small enough: the last one that is read is of no use."""
-LEAST_PART_S: Final = 0.001
-"""A part takes at least so long, as far as the tier is known: many small ones would make a fast tier slow."""
+"""Number of parts in which the end is read, if blocks are small enough. A part that is read when both sides meet is wasted."""
+MIN_PART_S: Final = 0.001
+"""Minimum predicted seconds of a part: many small reads would make a fast tier slow."""
 
 ComputeTime = Callable[[int, int], float]
 """Predicted seconds for computing entries [start, end)."""
@@ -57,7 +57,7 @@ class TwoSidedRestore:
         """Bytes of a part of the load."""
         num_bytes = sum(before[-1] for before in self._before)
         slowest_byte_s = max(self._known_byte_s)
-        least = LEAST_PART_S / slowest_byte_s if slowest_byte_s * num_bytes > LEAST_PART_S else num_bytes
+        least = MIN_PART_S / slowest_byte_s if slowest_byte_s * num_bytes > MIN_PART_S else num_bytes
         return int(max(num_bytes / NUM_PARTS, least))
 
     def note(self, measured: Sequence[tuple[int, float]]) -> None:
@@ -69,14 +69,14 @@ class TwoSidedRestore:
                 self._byte_s[tier] = (elapsed_s + weight * self._known_byte_s[tier]) / (num_bytes + weight)
 
     def predict_load_s(self, start: int, end: int) -> float:
-        """Returns how long loading entries [start, end) is predicted to take."""
+        """Returns the predicted seconds of loading entries [start, end)."""
         return sum(
             byte_s * (before[end - self.first] - before[start - self.first])
             for byte_s, before in zip(self._byte_s, self._before, strict=True)
         )
 
     def predict_s(self, compute_s: ComputeTime) -> float:
-        """Returns how long all of it is predicted to take."""
+        """Returns the predicted seconds of the whole restore."""
         place = self.find_meeting(self.first, self.end, compute_s)
         return max(compute_s(self.first, place), self.predict_load_s(place, self.end))
 
@@ -98,7 +98,7 @@ class TwoSidedRestore:
         return least
 
     def find_next(self, front: int, back: int, compute_s: ComputeTime) -> int:
-        """Returns up to where the next step computes: at least one entry, none that has arrived."""
+        """Returns the entry at which the next step ends: at least one entry is computed, and none that has arrived."""
         way = self.find_meeting(front, back, compute_s) - front
         if not any(num_bytes for num_bytes, _ in self.measured):
             way = round(way * FIRST_SHARE)

@@ -16,7 +16,7 @@ from cloister.launch.backend_choice import NO_QUANT
 from cloister.models import LoadedModel, load, locate
 from cloister.quant import quantize_on_read
 from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, FixedSpeculation, Speculation, SpeculationConfig
-from cloister.scheduler.speculation.adaptive import MOST_ROWS
+from cloister.scheduler.speculation.adaptive import MAX_ROWS
 from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
 
@@ -177,7 +177,7 @@ class DraftersAtHand:
         """Returns the most drafts of a step."""
         if not self.drafters:
             return 0
-        most = max(MOST_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
+        most = max(MAX_ROWS, 2 * max_num_seqs) if self.num_fixed is None else self.num_fixed * max_num_seqs
         return min(most, max_batched_tokens)
 
     @property

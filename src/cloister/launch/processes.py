@@ -210,7 +210,9 @@ def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
     """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
-    from cloister.cluster.backend.placer import PlacedReplicas, RayPlacer, RaySettings
+    from cloister.cluster.backend.placed_replicas import PlacedReplicas
+    from cloister.cluster.backend.placer import RayPlacer
+    from cloister.cluster.backend.ray_messages import RaySettings
     from cloister.cluster.remote.transport import RemoteTransport
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.engine import EngineClient
@@ -246,7 +248,6 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
     replicas = PlacedReplicas(
         [release.make(index, config.lora) for index in range(front.replicas)],
         _router_maker(config, front),
-        placer,
         _cluster_config(front),
         config.block_size,
         avoids_slow=front.slow_replicas == "avoid",
@@ -255,6 +256,7 @@ def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaS
         release=release,
         make_release=make_release,
     )
+    replicas.placer = placer
     return replicas
 
 

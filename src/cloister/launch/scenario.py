@@ -20,10 +20,13 @@ import msgspec
 
 from cloister.cluster.remote.transport import RemoteTransport
 from cloister.cluster.replica_set import ReplicaSet
-from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events, leftovers_of_front
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.checks import JobAnswer, check_answer, check_events
+from cloister.cluster.virtual.engine_shape import EngineShape
+from cloister.cluster.virtual.job_requests import make_request
+from cloister.cluster.virtual.leftovers import leftovers_of_front
 from cloister.cluster.virtual.scenario import FaultKind, InjectedFault, Job, OperationKind, OperatorAction, Scenario
-from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, answer_all, make_request, operate
+from cloister.cluster.virtual.simulation import LONGEST_S, RunOutcome, operate
+from cloister.cluster.virtual.single_engine import answer_all
 from cloister.engine.client import EngineClient
 from cloister.engine.request_client import RequestClient
 from cloister.launch.engine import build_engine

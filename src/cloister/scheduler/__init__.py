@@ -9,10 +9,11 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget, StepCost, StepSize
+    from cloister.scheduler.budget import BUDGET_THREAT, BudgetConfig, StepBudget
     from cloister.scheduler.policies import POLICIES
     from cloister.scheduler.scheduler import Scheduler, SchedulerConfig
     from cloister.scheduler.sequence import RequestState
+    from cloister.scheduler.step_cost import StepCost, StepSize
 
 __all__ = [
     "BUDGET_THREAT",
@@ -31,8 +32,6 @@ _HOMES = {
         "BUDGET_THREAT",
         "BudgetConfig",
         "StepBudget",
-        "StepCost",
-        "StepSize",
     ),
     "policies": ("POLICIES",),
     "scheduler": (
@@ -40,6 +39,10 @@ _HOMES = {
         "SchedulerConfig",
     ),
     "sequence": ("RequestState",),
+    "step_cost": (
+        "StepCost",
+        "StepSize",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 

@@ -13,8 +13,8 @@ from cloister.types.request import Request, SamplingParams
 MAX_LENGTH_PENALTY: Final = 10.0
 MAX_CANDIDATES: Final = 32768
 """Limit on candidate tokens in one step of a beam search, over all beams: sorting more would delay all requests."""
-LEAST_WEIGHT: Final = 0.1
-MOST_WEIGHT: Final = 10.0
+MIN_DOCUMENT_WEIGHT: Final = 0.1
+MAX_DOCUMENT_WEIGHT: Final = 10.0
 """Limits of the temperature and the scale of documents."""
 
 
@@ -134,8 +134,8 @@ def _find_wrong_documents(request: Request, limits: EngineLimits) -> str | None:
         return "some layers of this model do not see all positions; put the documents into the prompt"
     if request.images or request.pooling is not None or request.sampling.prompt_logprobs is not None:
         return "documents do not go with images, pooling or prompt_logprobs; leave out one of the two"
-    if not all(LEAST_WEIGHT <= weight <= MOST_WEIGHT for weight in (documents.temperature, documents.scale)):
-        return f"temperature and scale of documents must be from {LEAST_WEIGHT:g} to {MOST_WEIGHT:g}"
+    if not all(MIN_DOCUMENT_WEIGHT <= weight <= MAX_DOCUMENT_WEIGHT for weight in (documents.temperature, documents.scale)):
+        return f"temperature and scale of documents must be from {MIN_DOCUMENT_WEIGHT:g} to {MAX_DOCUMENT_WEIGHT:g}"
     if documents.has_weights and not limits.weighs_documents:
         return "this back end cannot weigh documents; leave out their temperature and scale"
     if documents.positions:

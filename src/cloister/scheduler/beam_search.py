@@ -172,7 +172,7 @@ class BeamSearches:
         counts = []
         for group in range(pool.num_groups):
             held = {block for table in tables for block in table[group :: pool.num_groups] if block != NO_BLOCK}
-            counts.append(max(0, pool.count_most(group, num_each, width) - len(held)))
+            counts.append(max(0, pool.max_blocks(group, num_each, width) - len(held)))
         return counts
 
     def collect(self, sequence: SequenceRecord, beams: Beams, sample: Sample, now: float) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.planned_step import PlannedStep
 from cloister.scheduler.policies.base import SchedulingPolicy
-from cloister.scheduler.request_table import RequestTable, table_of
-from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import SequenceRecord, Status, table_of
 from cloister.scheduler.speculation import DraftDecision, Speculation
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample, StepResult
 
 
@@ -70,7 +70,7 @@ class DraftAllocator:
         return choices
 
     def _count_others(self, step: PlannedStep, decodes: list[SequenceRecord], num_spare: int) -> tuple[int, int]:
-        """Returns the sequences that may still join a step in addition to its decodes, and the blocks that they need.
+        """Returns the number of sequences that may join a step in addition to its decodes, and the blocks that they need.
 
         Args:
             num_spare: spare blocks after those of the decodes. The next waiting sequence counts only if they suffice for it.

@@ -1,4 +1,4 @@
-"""Which images of running sequences are encoded, and which come next. Pure: no I/O, no clock."""
+"""Tracks and orders the encoding of images of running sequences. Pure: no I/O, no clock."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from cloister.types.images import ImageTile
 
 
 class ImageEncodings:
-    """The images that are encoded beside the steps. A sequence is computed up to its first image that is not encoded yet.
+    """Images that are encoded beside the steps. A sequence is computed up to its first image that is not encoded yet.
 
     Args:
-        num_at_once: images that are encoded at once, and most of one sequence that are encoded and not computed yet.
+        num_at_once: maximum number of concurrent encodings, and of encoded images of a sequence that are not computed yet.
 
     Attributes:
-        sequences: those that run and have images that are not computed yet, by id.
+        sequences: running sequences with images that are not computed yet, by id.
     """
 
     def __init__(self, num_at_once: int) -> None:
@@ -31,7 +31,7 @@ class ImageEncodings:
         self._is_encoded[sequence.seq_id] = {}
 
     def begin(self, rank: Callable[[SequenceRecord], Any]) -> list[tuple[int, int]]:
-        """Returns (seq_id, first position) of the images whose encoding begins.
+        """Returns (seq_id, first position) of the images to encode next.
 
         Args:
             rank: orders sequences, the most urgent first.
@@ -58,18 +58,18 @@ class ImageEncodings:
 
     @staticmethod
     def _find_left(sequence: SequenceRecord) -> list[ImageTile]:
-        """Returns the images of a sequence that are not planned to their end yet; none once it does not run."""
+        """Returns the images of a sequence that are not fully planned yet; none if it does not run."""
         if sequence.status is not Status.RUNNING:
             return []
         return [image for image in sequence.request_state.request.images if image.end > sequence.num_planned]
 
     def note(self, seq_id: int, offset: int) -> None:
-        """Notes that an image is encoded. Sequences that left meanwhile are ignored."""
+        """Notes that an image is encoded; ignores sequences that have ended."""
         if offset in self._is_encoded.get(seq_id, ()):
             self._is_encoded[seq_id][offset] = True
 
     def fit(self, sequence: SequenceRecord, num_wanted: int) -> int:
-        """Returns how many of the next positions of a sequence stand before its first image that is not encoded."""
+        """Returns how many of the next positions of a sequence precede its first image that is not encoded."""
         start = sequence.num_planned
         images: tuple[ImageTile, ...] = sequence.request_state.request.images
         found: Mapping[int, bool] = self._is_encoded.get(sequence.seq_id, {})

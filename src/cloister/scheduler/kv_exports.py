@@ -1,7 +1,7 @@
-"""KV that other engines load from this one (decisions/0022). Pure: no I/O, no clock; it takes `now`.
+"""Exports KV to other engines (decisions/0022). Pure: no I/O, no clock; it takes `now`.
 
-What is found when a query comes is leased until all of it was copied, so that no block is evicted or written in between. A
-query may follow a prompt that is being computed here (decisions/0037): then entries are found as steps complete them.
+The blocks that a query finds are leased until all were copied, so that none is evicted or overwritten meanwhile. A query may
+follow a prompt that is being computed here (decisions/0037): entries are then found as steps complete them.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from itertools import count
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVQuery
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
 from cloister.scheduler.request_table import RequestTable
 
 MAX_EXPORTS: Final = 8
-"""Engines that load at once; a further one is told that nothing is known."""
+"""Maximum number of concurrent exports; a further query finds nothing."""
 PART_SHARE: Final = 4
-"""One part in so many of a followed prompt is left for the steps after the next one."""
+"""Each step of a followed prompt leaves one part in this many of the rest to later steps."""
 LAST_TOKENS: Final = 64
-"""The last step of a followed prompt computes at most so many tokens, if there were more."""
+"""Maximum tokens of the last step of a longer followed prompt."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,8 +42,8 @@ class _Export:
     """One export.
 
     Attributes:
-        entries: leased, and not taken yet.
-        num_found: leading entries that were looked up.
+        entries: leased entries that were not taken yet.
+        num_found: number of leading entries found so far.
         follows: more may be found.
         is_lost: its lease ended too early.
     """
@@ -61,8 +62,8 @@ class KVExports:
         requests: the scheduler's requests.
 
     Attributes:
-        of_requests_only: a query gets KV of its request only, and only if this engine has that request, or holds KV of it for
-            the one that goes on with it; what is cached besides is not given away.
+        of_requests_only: a query gets only KV of its own request, and only if this engine has that request or holds its KV for
+            the engine that continues it; other cached KV is not exported.
     """
 
     def __init__(self, requests: RequestTable) -> None:
@@ -79,7 +80,7 @@ class KVExports:
         return len(self._exports)
 
     def open(self, query: KVQuery, now: float) -> int:
-        """Looks up what a query asks for, and leases it. Returns the number of the export."""
+        """Looks up and leases the entries of a query. Returns the number of the export."""
         number = next(self._numbers)
         has_room = self._leases is not None and len(self._exports) < MAX_EXPORTS
         export = self._exports[number] = _Export(query, follows=query.follows and has_room)
@@ -90,7 +91,7 @@ class KVExports:
         return number
 
     def extend(self, number: int, now: float) -> None:
-        """Looks up what steps have added to a prompt that is followed."""
+        """Looks up the entries that steps have added to a followed prompt."""
         export = self._exports[number]
         if not export.follows:
             return
@@ -105,8 +106,8 @@ class KVExports:
             self._find(number, export, now)
 
     def take(self, number: int, num_entries: int | None = None) -> list[KVEntry] | None:
-        """Returns the next entries of an export, so many or all; none after the last one, or while there are no new ones. None
-        if its lease has ended before all were taken."""
+        """Returns the next `num_entries` entries of an export, or all; an empty list if there are no new ones. None if its
+        lease ended before all were taken."""
         export = self._exports.get(number)
         if export is None or export.is_lost or (export.entries and not self.is_leased(number)):
             return None
@@ -115,11 +116,11 @@ class KVExports:
         return taken
 
     def is_leased(self, number: int) -> bool:
-        """Whether the blocks of an export are still what they were when they were taken. May be asked from any thread."""
+        """Whether the blocks of an export are still unchanged since they were taken. May be called from any thread."""
         return self._leases is not None and _name(number) in self._leases
 
     def root_of(self, number: int) -> bytes:
-        """Returns the root of the chain that an export is of."""
+        """Returns the root of an export's chain."""
         return self._exports[number].query.root
 
     def is_done(self, number: int) -> bool:
@@ -131,7 +132,7 @@ class KVExports:
         """Ends an export, and with it its lease.
 
         Args:
-            is_complete: the other engine has all: what was held for it need not be held any more.
+            is_complete: the other engine has everything, so that the hold on the request's KV ends too.
         """
         export = self._exports.pop(number, None)
         if export is not None and self._leases is not None:
@@ -140,8 +141,8 @@ class KVExports:
                 self._leases.drop(export.query.request_id)
 
     def _count_done(self, query: KVQuery) -> int | None:
-        """Returns how many entries of a prompt were computed so far; None if all that there will be. A request that is not
-        known may be on its way here."""
+        """Returns how many entries of a prompt are computed so far; None if there will be no more. An unknown request may be on
+        its way here, unless it was here before."""
         state = self._requests.request_states.get(query.request_id)
         if state is None:
             return None if query.request_id in self._requests.left else 0
@@ -151,20 +152,20 @@ class KVExports:
         return sequence.num_kept
 
     def _count_own(self, query: KVQuery, start: int) -> int:
-        """Returns how many leading keys of a query are those of its request, which is here or was handed on from here. By its
-        name nobody gets KV of another one.
+        """Returns how many leading keys of a query belong to its request, which is here or was handed over from here. So no
+        request id gives access to KV of another request.
 
         Args:
-            start: so many of them were counted before.
+            start: number of leading keys counted before.
         """
         state = self._requests.request_states.get(query.request_id)
         sequences = [] if state is None else state.sequences
         held = [] if self._leases is None else self._leases.chains_of(query.request_id)
-        chains = [*map(self._requests.match_keys, sequences), *held]
+        chains = [*map(self._requests.prefixes.match_keys, sequences), *held]
         return max((_count_same(query.keys, chain, start) for chain in chains), default=0)
 
     def _find(self, number: int, export: _Export, now: float) -> None:
-        """Leases entries behind those that were found."""
+        """Leases further entries of an export."""
         assert self._leases is not None
         query, start = export.query, export.num_found
         keys = query.keys[: self._count_own(query, start)] if self.of_requests_only else query.keys
@@ -183,15 +184,15 @@ class KVExports:
                 export.entries.append(KVEntry(entry, query.keys[entry], blocks))
 
 
-def cut_prompt(start: int, num_left: int, block_size: int) -> int:
-    """Returns how many of the positions that are left of a prompt its next step may compute at most, so that another engine
-    loads them while the rest is computed (decisions/0037).
+def limit_followed_chunk(start: int, num_left: int, block_size: int) -> int:
+    """Returns the maximum number of positions of a followed prompt's next step, so that another engine loads KV while the rest
+    is computed (decisions/0037).
 
-    Each step leaves a quarter, up to a small one: what a step has computed moves in less time than a quarter of it takes, and
-    little is left to move behind the last one.
+    Each step leaves a quarter of the rest, down to a small last step: the KV of a step moves in less time than a quarter of it
+    takes to compute, so little is left to move after the last one.
 
     Args:
-        start: position from which it goes on.
+        start: first position of the rest.
     """
     if num_left <= max(LAST_TOKENS, block_size):
         return num_left
@@ -207,5 +208,5 @@ def _count_same(asked: Sequence[bytes], own: Sequence[bytes], start: int) -> int
 
 
 def _name(number: int) -> str:
-    """Returns the name of a lease, which no request can have."""
+    """Returns the name of an export's lease, which no request id can equal."""
     return f"\0export {number}"

@@ -1,128 +1,43 @@
-"""KV that comes from other engines (decisions/0022) or a tier (decisions/0029), until it is in the prefix cache. Pure: no I/O,
-no clock; it takes `now`.
+"""Loads KV from other engines (decisions/0022) and tiers (decisions/0029) into the prefix cache. Pure: no I/O, no clock; it
+takes `now`.
 
-A load asks for the keys of a request (`queries`), takes what arrives, has steps put it into blocks of its own, and offers these
-to the prefix cache under their keys: from there on they are like blocks that were computed here. Until the request starts, the
-load holds them; a running sequence that needs blocks gets them (`give_up_one`). Whatever does not arrive is computed.
+A load asks for the keys of a request (`queries`), has steps write the objects that arrive into its own blocks, and inserts
+these into the prefix cache, where they are like blocks computed here. The load holds them until its request starts, unless a
+running sequence needs blocks (`reclaim_one`). What does not arrive is computed.
 
-A load may follow a prompt that another engine is computing (decisions/0037). Its request comes when that engine has the first
-token, and waits for what is missing then. Room for the whole prompt is promised to it from the beginning.
+A load may follow a prompt that another engine is computing (decisions/0037): its request comes when that engine has the first
+token, and waits for the rest. Blocks for the whole prompt are promised to the load from the beginning.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVObject, KVQuery
-from cloister.kv.objects import KVHeader, RestoredEntry
+from cloister.kv.objects import RestoredEntry
 from cloister.kv.two_sided import TwoSidedRestore
+from cloister.scheduler.kv_load import KVLoad
 from cloister.scheduler.planned_step import PlannedStep
-from cloister.scheduler.request_table import RequestTable, kept_root, table_of
-from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
+from cloister.scheduler.request_table import RequestTable
+from cloister.scheduler.sequence import RequestState, SequenceRecord, Status, table_of
+from cloister.scheduler.sequence_prefixes import kept_root
 from cloister.types.events import KVLoaded
 from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
 from cloister.types.step import BlockLoad
 
-KV_LOAD_TIMEOUT_S: Final = 5.0
-"""A load ends after this time, whatever has arrived."""
 FOLLOW_TIMEOUT_S: Final = 30.0
-"""The same for a load that follows a prompt and whose request has not come, from when the last block arrived: a step of the
-source may take long."""
+"""The same for a load that follows a prompt and whose request has not come yet, counted from the last block that arrived: a
+step of the source may take long."""
 PREFETCH_HOLD_S: Final = 10.0
-"""What was loaded for a request that may come stays cached for so long."""
+"""KV prefetched for a request stays leased in the cache for this time."""
 OVERHEAD_WEIGHT: Final = 0.25
-"""Weight of the last load in the mean of what loads take besides their transfer."""
+"""Weight of the last load in the mean overhead of loads (time besides the transfer)."""
 OVERHEAD_DECAY: Final = 0.95
-"""What is left of that mean after a load that was not made: a wrong one must not forbid loads for ever."""
+"""Factor on that mean for each load that was declined: a wrong mean must not prevent loads forever."""
 MAX_STEP_BYTES: Final = 8 * 2**20
-"""KV that one step takes; at least one entry."""
-
-
-class KVLoad:
-    """One load.
-
-    Attributes:
-        state: the request that waits for it; None if it may come later.
-        keys: prefix keys of all that could be loaded.
-        table: blocks by entry, one for each group: those that were known, and those that arrived.
-        num_known: leading entries that were known, for layers that see all positions.
-        next_entry: the entry that must come next.
-        arrived: what no plan has taken yet.
-        num_in_flight: entries in plans that were not committed.
-        is_complete: whether the source has sent all it had; None while it sends.
-        is_open: no end was reported yet.
-        is_alone: it is from a tier, and no sequence ran when it began.
-        transfer_s: what its transfer took; None if that was not measured.
-        tier: name of the tier that it comes from; empty for another engine.
-        num_promised: blocks of each group that it still needs, if it comes from a tier or follows a prompt.
-        follows: it follows a prompt that another engine is computing.
-        is_copy: it brings a copy of a prefix, for a lease.
-        restore: set if a running sequence computes the front meanwhile: entries then come from the last one on, and are offered
-            to the prefix cache by that sequence, once it has taken them.
-        awaited_s: since when its request waits for it, if it follows a prompt.
-    """
-
-    __slots__ = (
-        "arrived",
-        "awaited_s",
-        "deadline_s",
-        "follows",
-        "is_alone",
-        "is_complete",
-        "is_copy",
-        "is_open",
-        "keys",
-        "next_entry",
-        "num_bytes",
-        "num_in_flight",
-        "num_known",
-        "num_promised",
-        "owner",
-        "request",
-        "restore",
-        "root",
-        "started_s",
-        "state",
-        "table",
-        "tier",
-        "transfer_s",
-    )
-
-    def __init__(
-        self, request: Request, state: RequestState | None, keys: Sequence[bytes], root: bytes, owner: bytes | None, now: float
-    ) -> None:
-        self.request, self.state = request, state
-        self.keys, self.root, self.owner = list(keys), root, owner
-        self.table: list[int] = []
-        self.num_known = self.next_entry = self.num_bytes = self.num_in_flight = 0
-        self.arrived: deque[KVObject | RestoredEntry] = deque()
-        self.started_s, self.deadline_s = now, now + KV_LOAD_TIMEOUT_S
-        self.is_complete: bool | None = None
-        self.is_open, self.is_alone = True, False
-        self.transfer_s: float | None = None
-        self.tier = ""
-        self.num_promised: list[int] = []
-        self.follows = self.is_copy = False
-        self.awaited_s: float | None = None
-        self.restore: TwoSidedRestore | None = None
-
-    def asks_for(self, header: KVHeader) -> bool:
-        """Whether an object is of this load: of its chain, under the key of its entry."""
-        entry = header.entry
-        return header.root == self.root and 0 <= entry < len(self.keys) and header.key == self.keys[entry]
-
-    @property
-    def waits_for_steps(self) -> bool:
-        """Whether nothing more comes from the tier. Waiting for steps takes no longer than computing would."""
-        return bool(self.tier) and (bool(self.is_complete) or (self.restore is not None and self.is_complete is not None))
-
-    @property
-    def elapsed_from_s(self) -> float | None:
-        """When the wait for it began; None if nothing waits for it."""
-        return self.awaited_s if self.follows else self.started_s
+"""Maximum KV that one step imports; at least one entry."""
 
 
 class KVLoads:
@@ -132,12 +47,13 @@ class KVLoads:
         requests: the scheduler's requests.
 
     Attributes:
-        queries: what the engine must ask for, since it last took them.
-        overhead_s: what a load from a tier takes besides reading while no sequence runs, as far as loads were measured: steps
-            of its own. `forgo` lowers it.
-        cancelled, cancelled_reads: ids of loads that have ended here, whose transfer from another engine or whose read from a
-            tier the engine must end.
-        on_copied: called with name and end of each load of a copy, before its blocks are released.
+        queries: queries that the engine has yet to send.
+        loading: loads that have not ended, by request id.
+        overhead_s: measured mean time of a load from a tier besides reading, while no sequence runs: it needs steps of its own.
+            `note_declined` lowers it.
+        cancelled, cancelled_reads: ids of ended loads whose transfer from another engine, or read from a tier, the engine must
+            cancel.
+        on_copied: called with each ended load of a copy and the time, before its blocks are released.
     """
 
     def __init__(self, requests: RequestTable) -> None:
@@ -151,29 +67,29 @@ class KVLoads:
         self._full = next((number for number, group in enumerate(self._pool.groups) if group.window is None), None)
         self.loading: dict[str, KVLoad] = {}
         self._held: dict[str, KVLoad] = {}  # ended; its request waits for a slot
-        requests.on_end, requests.on_preempt = self._forget, self._leave
+        requests.on_end, requests.on_preempt = self._note_ended, self._note_preempted
 
     def __len__(self) -> int:
         """Loads that have not ended."""
         return len(self.loading)
 
     def is_loading(self, request_id: str) -> bool:
-        """Whether there is a load of this name: of a request, or of KV that only may serve one."""
+        """Whether there is a load of this name, for a request or a prefetch."""
         return request_id in self.loading
 
     def is_awaited(self, request_id: str) -> bool:
-        """Whether a request waits for KV: for a load that began for it, not for one that only may serve it."""
+        """Whether a request waits for a load; prefetches do not count."""
         load = self.loading.get(request_id)
         return load is not None and load.state is not None
 
     @property
     def num_waiting_bytes(self) -> int:
-        """KV that has arrived and is in no plan."""
+        """Bytes of KV that have arrived and are in no plan yet."""
         return sum(found.num_bytes for load in self.loading.values() for found in load.arrived)
 
     @property
     def next_deadline_s(self) -> float | None:
-        """When the next load ends whatever has arrived."""
+        """Next deadline of a load."""
         return min((load.deadline_s for load in self.loading.values() if not load.waits_for_steps), default=None)
 
     @property
@@ -187,34 +103,34 @@ class KVLoads:
         return [sum(counts) for counts in zip(*promised, strict=True)] if promised else [0] * self._pool.num_groups
 
     def begin(self, state: RequestState, now: float) -> None:
-        """Begins the load of a new request, which is queued when it has ended."""
+        """Begins the load of a new request, which is queued when the load ends."""
         sequences = [sequence for sequence in state.sequences if sequence.status is Status.NEW]
-        keys = self._requests.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
+        keys = self._requests.prefixes.match_keys(max(sequences, key=lambda sequence: len(sequence.token_ids)))
         for sequence in sequences:
             sequence.status = Status.LOADING
         load = self.loading.get(state.request.request_id)
         if load is not None and load.follows and load.state is None and load.is_complete is not False and load.keys == keys:
-            load.state, load.awaited_s, load.deadline_s = state, now, now + KV_LOAD_TIMEOUT_S
+            load.begin_wait(state, now)
             return
         self._ask(KVLoad(state.request, state, keys, state.root, state.owner, now), now)
 
-    def restore(
+    def begin_restore(
         self, sequence: SequenceRecord, keys: Sequence[bytes], tier: str, num_promised: list[int], timeout_s: float, now: float
     ) -> None:
-        """Begins the load of a sequence that was next, from a tier; it is queued again when the load has ended.
+        """Begins a load from a tier for the next waiting sequence, which is queued again when the load ends.
 
         Args:
-            keys: of what is known here or in the tier, up to where a hit can end.
-            num_promised: blocks of each group that it brings.
+            keys: of the longest hit with the tier's blocks.
+            num_promised: blocks of each group that the load brings.
         """
         state = sequence.request_state
         sequence.status = Status.LOADING
         load = KVLoad(state.request, state, keys, state.root, state.owner, now)
         load.is_alone = not self._requests.running
-        load.tier, load.num_promised, load.deadline_s = tier, num_promised, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
+        load.tier, load.num_promised, load.deadline_s = tier, num_promised, min(load.deadline_s, now + timeout_s)
         self._begin(load, now)
 
-    def restore_beside(
+    def begin_two_sided(
         self,
         sequence: SequenceRecord,
         keys: Sequence[bytes],
@@ -223,81 +139,82 @@ class KVLoads:
         timeout_s: float,
         now: float,
     ) -> None:
-        """Begins the load of the end of a prefix whose front a running sequence computes (`scheduler.two_sided_restores`).
+        """Begins a load of the end of a prefix while a running sequence computes its front (`scheduler.two_sided_restores`).
 
         Args:
             keys: of the whole prefix.
         """
         state = sequence.request_state
         load = KVLoad(state.request, state, keys, state.root, state.owner, now)
-        load.tier, load.restore, load.deadline_s = tier, restore, now + min(timeout_s, KV_LOAD_TIMEOUT_S)
+        load.tier, load.restore, load.deadline_s = tier, restore, min(load.deadline_s, now + timeout_s)
         load.table = [NO_BLOCK] * len(load.keys)
         load.next_entry = len(load.keys) - 1
         self.loading[state.request.request_id] = load
 
-    def find_of(self, sequence: SequenceRecord) -> KVLoad | None:
-        """Returns the load of the end of a running sequence's prefix; None if there is none, or no more."""
+    def find_two_sided(self, sequence: SequenceRecord) -> KVLoad | None:
+        """Returns the two-sided load of a running sequence; None if there is none."""
         load = self.loading.get(sequence.request_state.request.request_id) if self.loading else None
         return None if load is None or load.restore is None else load
 
     def drop_late(self, load: KVLoad, front: int) -> None:
-        """Forgets what arrived when its sequence had come to it, at entry `front`."""
+        """Drops objects before entry `front`, which the sequence has computed itself."""
         while load.arrived and load.arrived[-1].header.entry < front:
             load.arrived.pop()
 
     def count_missing(self, sequence: SequenceRecord) -> int:
-        """Returns the entries that a running sequence must still allocate for its known tokens: not those that wait for it."""
+        """Returns the table entries that a running sequence must still allocate for its known tokens, without those loaded for
+        it."""
         num_missing = table_of(sequence).num_missing(len(sequence.token_ids))
-        load = self.find_of(sequence)
+        load = self.find_two_sided(sequence)
         return num_missing if load is None else num_missing - len(load.table) + load.table.count(NO_BLOCK)
 
     def end_two_sided(self, load: KVLoad, now: float) -> None:
-        """The sequence has come to what has arrived, and has taken it."""
-        self._drop_rest(load)
+        """Ends a two-sided load whose sequence has taken the blocks that arrived."""
+        self._drop_pending(load)
         load.is_complete = bool(load.is_complete)
         self._end(load, now)
 
     def predict_overhead_s(self) -> float:
-        """Returns what a load from a tier is predicted to take besides reading. Where others run it is not counted: the load
-        waits for their steps, but so would computing, which also delays them."""
+        """Returns the predicted seconds of a load from a tier besides reading; 0 while sequences run, as the load needs no
+        steps of its own then."""
         return 0.0 if self._requests.running else self.overhead_s
 
-    def forgo(self) -> None:
-        """Notes that a load was not worth it."""
+    def note_declined(self) -> None:
+        """Notes that a load was declined because computing is faster."""
         self.overhead_s *= OVERHEAD_DECAY
 
     def prefetch(self, request: Request, token_ids: list[int], now: float) -> None:
         """Begins a load for a request that may come later."""
-        keys, root, owner = self._requests.chain_of(request, token_ids)
+        keys, root, owner = self._requests.prefixes.chain_of(request, token_ids)
         self._ask(KVLoad(request, None, keys, root, owner, now), now)
 
     def copy(self, request: Request, now: float) -> None:
-        """Begins a load of a prefix that another engine has leased. It is charged to no scope's share of the cache."""
-        keys, root, _ = self._requests.chain_of(request, request.token_ids)
+        """Begins a load of a copy of another engine's leased prefix, which is charged to no scope's share of the cache."""
+        keys, root, _ = self._requests.prefixes.chain_of(request, request.token_ids)
         load = KVLoad(request, None, keys, root, None, now)
         load.is_copy = True
         self._ask(load, now)
 
     def follow(self, request: Request, now: float) -> None:
         """Begins a load of a prompt that another engine is computing, if there is room for all of it."""
-        keys, root, owner = self._requests.chain_of(request, request.token_ids, num_more=1)
+        keys, root, owner = self._requests.prefixes.chain_of(request, request.token_ids, num_more=1)
         load = KVLoad(request, None, keys, root, owner, now)
         load.follows, load.deadline_s = True, now + FOLLOW_TIMEOUT_S
         if not self._begin(load, now):
             return
         num_missing = len(load.keys) - load.num_known
-        promised = [self._pool.count_most(group, num_missing) for group in range(self._pool.num_groups)]
+        promised = [self._pool.max_blocks(group, num_missing) for group in range(self._pool.num_groups)]
         if self._has_room(promised):
             load.num_promised = promised
             self.queries.append(KVQuery(request.request_id, load.root, load.keys, load.num_known, follows=True))
         else:
-            self._cut(load, now)
+            self._end_early(load, now)
 
     def cancel_prefetch(self, request_id: str, now: float) -> None:
-        """Ends the load of a request that does not come, and forgets what it brought for it."""
+        """Ends a prefetch whose request will not come, and the lease on what it loaded."""
         load = self.loading.get(request_id)
         if load is not None and load.state is None:
-            self._cut(load, now)
+            self._end_early(load, now)
         if self._requests.leases is not None:
             self._requests.leases.drop(_prefetched(request_id))
 
@@ -306,8 +223,8 @@ class KVLoads:
         self._requests.events.append(KVLoaded(request_id, now, 0, 0, 0.0, complete=False))
 
     def arrive(self, request_id: str, objects: Iterable[KVObject | RestoredEntry]) -> None:
-        """Takes genuine objects, in the order of their entries. What comes late, or leaves a gap, is dropped, and so is what an
-        earlier load of the request asked for, perhaps with other tokens."""
+        """Takes verified objects, in the order of their entries. Late objects, those after a gap, and those of an earlier load
+        of the request (perhaps with other tokens) are dropped."""
         load = self.loading.get(request_id)
         if load is None or load.is_complete is not None:
             return
@@ -322,18 +239,19 @@ class KVLoads:
             load.arrived.append(found)
 
     def finish(self, request_id: str, now: float, *, is_complete: bool, transfer_s: float | None = None) -> None:
-        """The source has sent what it had, or the transfer broke. The load ends when the steps have taken what arrived.
+        """Notes that the source has sent all that it had, or that the transfer failed. The load ends when steps have taken all
+        that arrived.
 
         Args:
-            transfer_s: what that took, if it was measured.
+            transfer_s: seconds of the transfer, if they were measured.
         """
         load = self.loading.get(request_id)
         if load is not None and load.is_complete is None:
             load.is_complete, load.transfer_s = is_complete, transfer_s
             self._end_if_done(load, now)
 
-    def settle(self, request_id: str) -> None:
-        """The request starts: from here on it holds what it found itself."""
+    def release_held(self, request_id: str) -> None:
+        """Releases what was loaded for a request that starts, and now holds its own references."""
         load = self._held.pop(request_id, None)
         if load is not None:
             self._release(load)
@@ -346,18 +264,18 @@ class KVLoads:
             if load.waits_for_steps:
                 continue
             if load.restore is None:
-                self._cut(load, now)
+                self._end_early(load, now)
             else:  # what has arrived is used when the sequence comes to it
                 self._stop_transfer(load)
                 load.is_complete = False
 
     def forget(self, roots: Collection[bytes], now: float) -> None:
-        """Ends the loads of chains that are dropped; their requests go on without what has not arrived."""
+        """Ends the loads of chains that are dropped; their requests continue without the rest."""
         for load in [load for load in self.loading.values() if load.root in roots]:
-            self._cut(load, now)
+            self._end_early(load, now)
 
-    def give_up_one(self, now: float) -> bool:
-        """Gives back blocks that no sequence runs on: of a lease or of a load. Returns False if there are none."""
+    def reclaim_one(self, now: float) -> bool:
+        """Ends one lease or load to free its blocks; returns False if there is none."""
         if self._requests.leases is not None and self._requests.leases.drop_one():
             return True
         load = next(iter(self._held.values()), None)
@@ -368,9 +286,9 @@ class KVLoads:
         load = next((load for load in self.loading.values() if not load.num_in_flight and load.table), None)
         if load is not None:
             if load.restore is not None:
-                self._cut(load, now)
+                self._end_early(load, now)
                 return True
-            self._drop_rest(load)
+            self._drop_pending(load)
             self._release(load)
             load.is_complete, load.deadline_s = False, now  # it ends before the next step is filled
             return True
@@ -379,18 +297,18 @@ class KVLoads:
     # Steps
 
     def plan(self, step: PlannedStep) -> None:
-        """Has a step put what arrived into blocks, as far as there are blocks that nobody else needs."""
+        """Has a step write objects that arrived into blocks, as far as there are spare ones."""
         num_left = MAX_STEP_BYTES
         for load in list(self.loading.values()):
             while load.arrived and num_left > 0:
                 found = load.arrived.popleft()
-                if not self._place(load, found, step):
-                    self._cut(load, step.now)
+                if not self._allocate(load, found, step):
+                    self._end_early(load, step.now)
                     break
                 num_left -= found.num_bytes
 
     def commit(self, step: PlannedStep, now: float) -> None:
-        """Offers what a step has put into blocks to the prefix cache."""
+        """Inserts the blocks that a step has written into the prefix cache."""
         cache = self._requests.prefix_cache
         for load, entry in step.loads:
             load.num_in_flight -= 1
@@ -407,15 +325,15 @@ class KVLoads:
             self._settle_in_flight(load, now)
 
     def fail(self, step: PlannedStep, now: float) -> None:
-        """A step failed: what it would have put into blocks is lost."""
+        """Ends the loads whose blocks a failed step was to write."""
         for load, _ in step.loads:
             load.num_in_flight -= 1
             if load.is_open:
-                self._cut(load, now)
+                self._end_early(load, now)
             else:
                 self._settle_in_flight(load, now)
 
-    def _place(self, load: KVLoad, found: KVObject | RestoredEntry, step: PlannedStep) -> bool:
+    def _allocate(self, load: KVLoad, found: KVObject | RestoredEntry, step: PlannedStep) -> bool:
         pool, num_groups, entry = self._pool, self._pool.num_groups, found.header.entry
         groups = [
             group
@@ -436,7 +354,8 @@ class KVLoads:
         return True
 
     def _has_room(self, promised: Sequence[int]) -> bool:
-        """Whether there are so many blocks of each group besides what running sequences and other loads need."""
+        """Whether the pool can promise these blocks of each group in addition to what running sequences and other loads
+        need."""
         missing = [0 if s.table is None else self.count_missing(s) for s in self._requests.running.values()]
         needed = [sum(counts) for counts in zip(promised, self.count_promised(), strict=True)]
         return self._pool.has_room(missing, len(missing), needed)
@@ -449,10 +368,10 @@ class KVLoads:
             self.queries.append(KVQuery(load.request.request_id, load.root, load.keys, load.num_known))
 
     def _begin(self, load: KVLoad, now: float) -> bool:
-        """Enters a load, which ends at once if nothing is missing; returns whether something is."""
+        """Registers a load; returns False if nothing is missing, in which case it has ended."""
         name, cache = load.request.request_id, self._requests.prefix_cache
         if name in self.loading:
-            self._cut(self.loading[name], now)
+            self._end_early(self.loading[name], now)
         self.loading[name] = load
         if cache is None or cache.match_length(load.keys) == len(load.keys):
             load.is_complete = True
@@ -466,7 +385,7 @@ class KVLoads:
         return True
 
     def _follows(self, load: KVLoad, found: KVObject | RestoredEntry) -> bool:
-        """Whether an object is the next of its load. Layers that see all positions need every entry."""
+        """Whether an object is the next one of its load. Layers that see all positions need every entry."""
         entry = found.header.entry
         if load.restore is not None:
             is_next = entry == load.next_entry
@@ -485,14 +404,14 @@ class KVLoads:
         elif not load.num_in_flight:
             self._release(load)
 
-    def _cut(self, load: KVLoad, now: float) -> None:
-        """Ends a load with what has arrived."""
-        self._drop_rest(load)
+    def _end_early(self, load: KVLoad, now: float) -> None:
+        """Ends a load early, with the blocks that are there."""
+        self._drop_pending(load)
         load.is_complete = False
         self._end(load, now)
 
-    def _drop_rest(self, load: KVLoad) -> None:
-        """Forgets what no plan has taken, and has the transfer end."""
+    def _drop_pending(self, load: KVLoad) -> None:
+        """Drops objects that are in no plan, and cancels the transfer."""
         if load.is_complete is None:
             self._stop_transfer(load)
         load.arrived.clear()
@@ -538,24 +457,24 @@ class KVLoads:
             if name not in table.waiting_for_grammar:
                 table.wait_for_slots(load.state)
 
-    def _forget(self, state: RequestState) -> None:
-        """Ends what was loaded for a request that has left."""
+    def _note_ended(self, state: RequestState) -> None:
+        """Ends the load of a request that has ended."""
         name = state.request.request_id
         load = self._held.pop(name, None) or self.loading.get(name)
         if load is not None and load.state is state:
             if load.is_open:
                 del self.loading[name]
-                self._drop_rest(load)
+                self._drop_pending(load)
                 load.is_open = False
             self._release(load)
 
-    def _leave(self, sequence: SequenceRecord, now: float) -> None:
-        """Ends the load of the end of a prefix whose front is given up: what came later has nothing to follow."""
-        if (load := self.find_of(sequence)) is not None:
-            self._cut(load, now)
+    def _note_preempted(self, sequence: SequenceRecord, now: float) -> None:
+        """Ends the two-sided load of a preempted sequence."""
+        if (load := self.find_two_sided(sequence)) is not None:
+            self._end_early(load, now)
 
     def _release(self, load: KVLoad) -> None:
-        """Gives back the blocks of a load that has ended, once no plan writes them."""
+        """Releases the blocks of an ended load, once no plan writes them."""
         if load.num_in_flight:
             return
         blocks, load.table = load.table, []
@@ -566,5 +485,5 @@ class KVLoads:
 
 
 def _prefetched(request_id: str) -> str:
-    """The name of the lease of what was loaded for a request that may come."""
+    """Returns the name of the lease on KV prefetched for a request."""
     return f"prefetched {request_id}"

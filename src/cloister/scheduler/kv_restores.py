@@ -1,9 +1,9 @@
-"""KV that comes back from tiers (decisions/0029). Pure: no I/O, no clock; it takes `now`.
+"""Decides which KV is restored from tiers (decisions/0029). Pure: no I/O, no clock; it takes `now`.
 
-When a sequence is next, the tiers are asked whether they have more of its prefix than the device. If loading that, or what only
-the faster ones have of it, is predicted to take less time than computing it, the sequence leaves the queue until it is loaded
-(`scheduler.kv_loads`), and others go on. Where nobody else has work, and it takes less time still, the sequence starts and
-computes the front while the end is loaded (`scheduler.two_sided_restores`).
+When a sequence is next, the tiers are asked whether they have more of its prefix than the device. If loading it, from all tiers
+or only the faster ones, is predicted to take less time than computing it, the sequence leaves the queue until the load ends
+(`scheduler.kv_loads`). If no other sequence has work, and that is faster still, the sequence starts and computes the front
+while the end loads (`scheduler.two_sided_restores`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from typing import Final
 import msgspec
 
 from cloister.kv import NO_BLOCK, PrefixCache
+from cloister.kv.tier_index import MAX_TRIAL_BYTES
 from cloister.kv.tier_slots import TierBlock
-from cloister.kv.tiers import MAX_TRIAL_BYTES, KVTiers
-from cloister.kv.two_sided import MOST_OF_ALONE, TwoSidedRestore
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.kv.tiers import KVTiers
+from cloister.kv.two_sided import MAX_TIME_RATIO, TwoSidedRestore
 from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import RequestState, SequenceRecord
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.scheduler.two_sided_restores import TwoSidedRestores
 
 TRIAL: Final = ""
-"""Stands for the id of a request in a read that only measures; there is one at a time."""
+"""In place of a request id: a read that only measures a tier. There is at most one at a time."""
 MIN_READ_S: Final = 0.05
-"""A read has at least this time, and else that of computing what it brings."""
+"""Minimum timeout of a read; else it is the time of computing its entries."""
 
 
 class TierEntry(msgspec.Struct, frozen=True, gc=False):
@@ -44,14 +45,14 @@ class TierEntry(msgspec.Struct, frozen=True, gc=False):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TierRead:
-    """What is to be read for one request, or for none, to measure a tier.
+    """A read from tiers, for a request or to measure a tier.
 
     Attributes:
-        request_id: the request that waits for it; `TRIAL` if nobody does.
-        keys: prefix keys up to where its hit can end then.
-        entries: those that the device lacks something of, in the order in which they are read.
-        tier_bytes: what is read from each tier.
-        compute_s: what computing them is predicted to take.
+        request_id: the request that waits for it; `TRIAL` if none does.
+        keys: prefix keys of the hit after the read.
+        entries: entries of which the device lacks a block, in the order in which they are read.
+        tier_bytes: bytes read from each tier.
+        compute_s: predicted seconds of computing the entries.
         restore: set if the front is computed meanwhile; the last entry is then read first.
     """
 
@@ -64,8 +65,8 @@ class TierRead:
     restore: TwoSidedRestore | None = None
 
     @property
-    def most_part_bytes(self) -> int | None:
-        """What is read at once at most; None: whatever is fastest."""
+    def max_part_bytes(self) -> int | None:
+        """Maximum bytes of one part; None: whatever is fastest."""
         return None if self.restore is None else self.restore.part_bytes
 
     @property
@@ -84,7 +85,7 @@ class TierRead:
 
     @property
     def timeout_s(self) -> float:
-        """Time for reading: by then computing would have been done."""
+        """Timeout of the read: computing would take as long."""
         return max(MIN_READ_S, self.compute_s)
 
     def __repr__(self) -> str:
@@ -96,13 +97,13 @@ class KVRestores:
     """Decides what is read from tiers.
 
     Args:
-        most_entries: longest prefix that the prefix cache keeps for one scope; None: no limit.
+        max_entries: longest prefix that the prefix cache keeps for one scope; None: no limit.
 
     Attributes:
-        tiers: what they hold.
-        reads: those that have not begun (`take_reads`).
-        is_trying: a trial has not ended; the engine says when.
-        two_sided: performs those restores whose front is computed.
+        tiers: the tiers.
+        reads: reads that have not begun (`take_reads`).
+        is_trying: a trial has not ended; the engine resets it.
+        two_sided: performs two-sided restores.
     """
 
     def __init__(
@@ -112,25 +113,25 @@ class KVRestores:
         cache: PrefixCache,
         loads: KVLoads,
         cost: StepCost,
-        most_entries: int | None,
+        max_entries: int | None,
     ) -> None:
         self.tiers = tiers
         self.reads: list[TierRead] = []
         self.is_trying = False
         self._cache, self._loads, self._cost = cache, loads, cost
-        self._block_size, self._most_entries = requests.pool.block_size, most_entries
+        self._block_size, self._max_entries = requests.pool.block_size, max_entries
         self.two_sided = TwoSidedRestores(tiers, requests, loads, self._predict_s)
 
-    def find(self, sequence: SequenceRecord, keys: Sequence[bytes]) -> TierRead | None:
-        """Returns what to read for a sequence that is next; None if it shall start with what the device has.
+    def choose_read(self, sequence: SequenceRecord, keys: Sequence[bytes]) -> TierRead | None:
+        """Returns the read for the next sequence; None if it should start with the device's blocks.
 
         Args:
-            keys: those that it may read.
+            keys: prefix keys that it may read.
         """
         state = sequence.request_state
         if not sequence.may_restore or self.tiers.is_empty or len(state.sequences) > 1:
             return None
-        keys = keys[: self._most_entries]
+        keys = keys[: self._max_entries]
         num_here = self._cache.match_length(keys)
         reads = self._list_reads(state, keys, num_here)
         if not reads:
@@ -143,18 +144,18 @@ class KVRestores:
         best_s = min(taken_s)
         best = reads[taken_s.index(best_s)] if best_s < reads[-1].compute_s else None
         if self.two_sided.fits(sequence):
-            both = self._turn_round(reads[-1], min(best_s, reads[-1].compute_s))
+            both = self._plan_two_sided(reads[-1], min(best_s, reads[-1].compute_s))
             if both is not None:
                 return both
         if best is not reads[-1]:
             self._decline(reads[-1])
         if best is None:
             sequence.may_restore = False
-            self._loads.forgo()
+            self._loads.note_declined()
         return best
 
     def _list_reads(self, state: RequestState, keys: Sequence[bytes], num_here: int) -> list[TierRead]:
-        """Returns what the first tier would bring, the first two, and so on, each if it is more."""
+        """Returns the reads from the first tier, the first two, and so on, each if it restores more."""
         reads: list[TierRead] = []
         num_before = num_here
         for num_tiers in range(1, len(self.tiers.indexes) + 1):
@@ -167,49 +168,48 @@ class KVRestores:
                 num_before = num_entries
         return reads
 
-    def _turn_round(self, read: TierRead, alone_s: float) -> TierRead | None:
-        """Returns a read of the same entries from the last one on, while the first ones are computed; None if that is not
-        clearly faster than the better of loading and computing alone, which takes `alone_s`."""
+    def _plan_two_sided(self, read: TierRead, alone_s: float) -> TierRead | None:
+        """Returns a read of the same entries in reverse, while the first ones are computed; None if that is not clearly faster
+        than `alone_s`, the time of the better of loading and computing alone."""
         sizes = self.tiers.indexes[0].layout.block_bytes
         blocks = [(block.tier, sizes[block.group]) for entry in read.entries for block in entry.blocks if block is not None]
         byte_s = [index.predict_s(1) for index in self.tiers.indexes]
         restore = TwoSidedRestore(read.entries[0].entry, blocks, byte_s, read.owner)
         step_s = self._cost.predict(StepSize())  # another one than loading or computing alone would need
         taken_s = restore.predict_s(self._predict_s) + step_s + self._loads.predict_overhead_s()
-        return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MOST_OF_ALONE * alone_s else None
+        return replace(read, entries=read.entries[::-1], restore=restore) if taken_s <= MAX_TIME_RATIO * alone_s else None
 
     def _predict_s(self, start: int, end: int) -> float:
-        """Returns how long computing these entries is predicted to take."""
+        """Returns the predicted seconds of computing entries [start, end)."""
         if start == end:
             return 0.0
         return self._cost.predict(StepSize().plus(start * self._block_size, (end - start) * self._block_size))
 
     def begin(self, sequence: SequenceRecord, read: TierRead, now: float) -> None:
-        """Begins a read for a sequence that is not queued any more: it waits, or computes the front."""
+        """Begins a read for a sequence that has left the queue: it waits, or computes the front."""
         sequence.may_restore = False
         found = [block for part in read.entries for block in part.blocks if block is not None]
         # so that the end of a prefix goes before its beginning
         self.tiers.touch(found if read.restore is not None else reversed(found))
         if read.restore is not None:
-            self._loads.restore_beside(sequence, read.keys, read.restore, self._name(read), 2 * read.timeout_s, now)
+            self._loads.begin_two_sided(sequence, read.keys, read.restore, self._name(read), 2 * read.timeout_s, now)
         else:
             num_promised = [sum(block.group == group for block in found) for group in range(self.tiers.num_groups)]
-            self._loads.restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
+            self._loads.begin_restore(sequence, read.keys, self._name(read), num_promised, 2 * read.timeout_s, now)
         self.reads.append(read)
 
     def take_reads(self) -> list[TierRead]:
-        """Removes and returns the reads that must begin: the last one for each request, if its load has not ended again."""
+        """Removes and returns the reads to begin: the last one of each request, if its load has not ended meanwhile."""
         reads, self.reads = {read.request_id: read for read in self.reads}, []
         return [read for name, read in reads.items() if name == TRIAL or self._loads.is_loading(name)]
 
     def is_overtaken(self, read: TierRead, num_arrived: int, measured: Sequence[tuple[int, float]]) -> bool:
-        """Whether computing what has not arrived would now take less time than waiting for it.
+        """Whether computing the entries that have not arrived is now predicted to be faster than waiting for them.
 
-        Only where all layers see all positions: else a prefix hit cannot end at any entry. False for a read of which all has
-        arrived and which has yet to end.
+        Only if all layers see all positions: else a prefix hit cannot end at any entry. False once all entries have arrived.
 
         Args:
-            num_arrived: its leading entries that have arrived.
+            num_arrived: number of leading entries that have arrived.
             measured: (bytes, seconds) of each tier so far.
         """
         if self.tiers.num_groups > 1 or not self._cache.is_tree or read.request_id == TRIAL or read.restore is not None:
@@ -226,8 +226,8 @@ class KVRestores:
         return "+".join(index.name for index, num in zip(self.tiers.indexes, read.tier_bytes, strict=True) if num)
 
     def _decline(self, read: TierRead) -> None:
-        """Notes that the slowest tier of a read was not worth it. Has the beginning of what it would bring measured from time
-        to time, while the request is computed."""
+        """Notes that the slowest tier of a read was slower than computing. Every so often reads a part of it as a trial, while
+        the request is computed."""
         slowest = read.slowest
         if not self.tiers.indexes[slowest].decline() or self.is_trying:
             return

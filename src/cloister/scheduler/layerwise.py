@@ -1,15 +1,14 @@
-"""Prompts that are computed layer by layer: which, and what memory they take (`types.layerwise`). Pure.
+"""Memory of prompts that are computed layer by layer (`types.layerwise`). Pure.
 
-A request that ends with its prompt is computed so if KV of all layers would not fit, with the same result to the last bit. It
-takes its tokens of each step's budget like any prefill, so others go on beside it. Its memory is taken at once and does not
-grow. If it is preempted, it begins anew.
+A request that ends with its prompt is computed this way if KV of all layers would not fit; the result is bit-identical. It
+takes tokens of each step's budget like any prefill, so others run beside it. Its memory is allocated at once and does not grow.
+If it is preempted, it starts over.
 """
 
 from __future__ import annotations
 
 from cloister.kv import BlockPool
-from cloister.scheduler.request_table import table_of
-from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.sequence import SequenceRecord, table_of
 from cloister.types.layerwise import CellLayout, LayerwisePlan
 from cloister.types.threat import ThreatProfile
 
@@ -45,14 +44,14 @@ class LayerwisePrompts:
         return self._cells.count_blocks(self._count_entries(sequence), num_hit, num_hit)
 
     def count_hits(self, sequence: SequenceRecord, num_found: int) -> int:
-        """Returns how many of the entries that a waiting sequence found it can use: KV of all layers takes more memory than
-        computing again does, and both must fit."""
+        """Returns how many of the entries that a waiting sequence found it can use: their KV of all layers and the scratch
+        memory for the rest must both fit."""
         while num_found and num_found + self.count_needed(sequence, num_found) > self._num_usable:
             num_found -= 1
         return num_found
 
     def begin(self, sequence: SequenceRecord, num_hit: int) -> None:
-        """Takes the memory of a sequence that starts, which must be there (`count_needed`)."""
+        """Allocates the memory of a starting sequence, which must be available (`count_needed`)."""
         num_entries, first = self._count_entries(sequence), num_hit * self._pool.block_size
         num_kept = num_hit + self._count_kept(sequence, num_entries, num_hit)
         num_scratch = self._cells.count_blocks(num_entries, num_hit, num_kept)
@@ -61,8 +60,8 @@ class LayerwisePrompts:
         sequence.layerwise = LayerwisePlan(first, num_kept, num_positions, self._cells.num_layers)
 
     def _count_kept(self, sequence: SequenceRecord, num_entries: int, num_hit: int) -> int:
-        """Returns how many entries behind those found shall have KV of all layers, for the prefix cache: as many as half of the
-        memory holds that nobody else needs."""
+        """Returns for how many entries behind those found KV of all layers is kept for the prefix cache: as many as half of the
+        spare memory holds."""
         request = sequence.request_state.request
         if request.pooling is not None or request.sampling.prompt_logprobs is not None:
             return 0  # such requests read no hits

@@ -10,7 +10,7 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.types.step import StepPlan
 
 if TYPE_CHECKING:
-    from cloister.scheduler.kv_loads import KVLoad
+    from cloister.scheduler.kv_load import KVLoad
 
 
 class PlannedStep:
@@ -44,9 +44,10 @@ class PlannedStep:
         self.loads: list[tuple[KVLoad, int]] = []
         """(load, entry that it brings)"""
         self.prefill_level: int | None = None
-        """The most urgent level with prefill in this step."""
+        """Most urgent level with prefill in this step."""
         self.yields_to_prefill = False
-        """Planning has reached levels less urgent than a prompt in this step, and may lengthen it by `level_slack` only."""
+        """Planning has reached levels less urgent than that of a prompt in this step, and may lengthen the step only by
+        `level_slack`."""
         self.may_admit = True
 
     @property
@@ -55,11 +56,11 @@ class PlannedStep:
         return not any(num_prefill for *_, num_prefill in self.parts)
 
     def keep_images_whole(self, sequence: SequenceRecord, num_tokens: int, *, strict: bool) -> int:
-        """Returns how many of the next positions a chunk has that would have `num_tokens`: it ends inside no image whose
-        positions see each other. Such an image is left to a later chunk, if something stands before it.
+        """Returns the size of a chunk of at most `num_tokens` positions that does not end inside an image whose positions see
+        each other; the chunk ends before such an image.
 
         Args:
-            strict: else an image that the chunk begins with is computed whatever its time, if the step's tokens suffice.
+            strict: False: an image at the beginning of the chunk is computed whatever its time, if the step's tokens suffice.
         """
         start = sequence.num_planned
         for image in sequence.request_state.request.images:

@@ -1,9 +1,8 @@
 """Leases of hot prefixes: on the engine that computed one, and on those that have a copy (decisions/0052). Pure: no I/O, no
 clock; it takes `now`.
 
-A copy is charged to no scope's share of the prefix cache. It lives as long as its lease: when that ends, for whatever reason,
-the copy and all that continues it are dropped at once. A running sequence that needs its blocks ends the lease, as it does any
-other.
+A copy is charged to no scope's share of the prefix cache. When its lease ends, for whatever reason, the copy and all that
+continues it are dropped at once. A running sequence that needs its blocks ends the lease, like any other.
 """
 
 from __future__ import annotations
@@ -12,13 +11,14 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.types.events import PrefixLeased
 from cloister.types.request import Request
 
 PREFIX_SHARE: Final = 0.125
-"""Largest part of the blocks of each group that leases of prefixes hold together."""
+"""Largest part of the blocks of each group that all prefix leases together may hold."""
 
 
 @dataclass(slots=True)
@@ -38,14 +38,14 @@ class _PrefixLease:
 
 
 class PrefixLeases:
-    """All leases of prefixes of one engine, by name.
+    """All prefix leases of one engine, by name.
 
     Args:
         requests: the scheduler's requests.
-        loads: load the copies.
+        loads: loads the copies.
 
     Attributes:
-        news: what the front must hear; `take_news` removes it.
+        news: reports for the front (`take_news`).
     """
 
     def __init__(self, requests: RequestTable, loads: KVLoads) -> None:
@@ -61,14 +61,14 @@ class PrefixLeases:
         return len(self._by_name)
 
     def take_news(self) -> list[PrefixLeased]:
-        """Removes and returns what the front must hear."""
+        """Removes and returns the reports for the front."""
         news, self.news = self.news, []
         return news
 
     def lease(self, request: Request, lease_s: float, now: float, *, is_copy: bool) -> None:
         """Leases the prefix of a request, whose id is the name of the lease; a copy is loaded first."""
         name = request.request_id
-        keys, root, _ = self._requests.chain_of(request, request.token_ids)
+        keys, root, _ = self._requests.prefixes.chain_of(request, request.token_ids)
         if name in self._by_name or not keys or self._requests.leases is None or not self._has_room(len(keys)):
             self.refuse(name)
             return
@@ -79,11 +79,11 @@ class PrefixLeases:
             self._hold(name, now)
 
     def refuse(self, name: str) -> None:
-        """Says that there is no such lease."""
+        """Reports that there is no such lease."""
         self.news.append(PrefixLeased(name, 0))
 
     def renew(self, name: str, lease_s: float, now: float) -> None:
-        """Has a lease last from now on; 0: ends it."""
+        """Extends a lease to `lease_s` from now; 0 ends it."""
         found = self._by_name.get(name)
         if found is None:
             if lease_s:
@@ -107,15 +107,15 @@ class PrefixLeases:
             assert self._requests.prefix_cache.copied_keys <= known, "a copy has outlived its lease"
 
     def _has_room(self, num_entries: int) -> bool:
-        """Whether leases of prefixes may hold so many more entries."""
+        """Whether prefix leases may hold this many more entries."""
         for group, shape in enumerate(self._pool.groups):
-            held = sum(self._pool.count_most(group, len(found.keys)) for found in self._by_name.values())
-            if held + self._pool.count_most(group, num_entries) > PREFIX_SHARE * shape.num_blocks:
+            held = sum(self._pool.max_blocks(group, len(found.keys)) for found in self._by_name.values())
+            if held + self._pool.max_blocks(group, num_entries) > PREFIX_SHARE * shape.num_blocks:
                 return False
         return True
 
     def _hold(self, name: str, now: float) -> None:
-        """Begins a lease of what is cached, if all of it is."""
+        """Leases the cached blocks of a prefix, if all of it is cached."""
         found, leases = self._by_name[name], self._requests.leases
         assert leases is not None
         table = leases.take(_named(name), found.keys, now + found.lease_s)
@@ -144,7 +144,7 @@ class PrefixLeases:
             self._settle(name)
 
     def _settle(self, name: str) -> None:
-        """Revokes the keys of a copy that no other copy has, and tells the front."""
+        """Revokes the keys of a copy that no other copy shares, and reports the end to the front."""
         ended = self._by_name.pop(name)
         cache = self._requests.prefix_cache
         if ended.is_copy and cache is not None:

@@ -40,14 +40,14 @@ class RequestState:
         order: arrival rank, for first come first served.
         seed: seed of the sampling noise, from the client or drawn.
         root: root of its prefix-key chain.
-        kept_root: the same for tiers (`request_table.kept_root`).
+        kept_root: the same for tiers (`sequence_prefixes.kept_root`).
         owner: owner whose share of the prefix cache is charged for its blocks; None for none.
         num_open: sequences that have not ended.
         beams: the beam search that its sequences belong to; None if they are answers themselves.
         num_beam_tokens: tokens that its beams were extended by, all together, which quotas count.
         hold_kv_s: for how long its cached blocks are leased when it ends.
         prefill_only: it leaves after its first token.
-        is_forgotten: what its scope had cached was dropped while it was here; no further block of it is cached.
+        is_forgotten: the cache of its scope was dropped while it was open; no further block of it is cached.
     """
 
     __slots__ = (
@@ -114,17 +114,17 @@ class SequenceRecord:
         num_in_flight: number of plans in flight that name it.
         num_drafts: draft positions in a plan in flight; how many will be accepted is unknown.
         drafting: its statistics for `scheduler.speculation`.
-        scheduling: what the scheduling policy notes about it.
+        scheduling: its record in the scheduling policy.
         keys: prefix keys of its full blocks, computed as needed.
         num_kept: number of leading blocks offered to the prefix cache.
-        snapshots: numbers of leading entries of its block table behind which the state shall be kept for later hits.
-        last_snapshot: the same of the latest state that was kept beside those; 0 for none.
+        snapshots: numbers of leading entries of its block table behind which the state is kept for later hits.
+        last_snapshot: the same for the latest other state that was kept; 0 for none.
         is_behind: a step has deferred its token (`StepResult.deferred`); it is planned again when no plan in flight names it.
         is_unknown: it runs, but no plan has introduced it to the runner yet.
         may_restore: before it starts, a tier may be asked for its KV (`scheduler.kv_restores`).
-        is_layerwise: its prompt is computed layer by layer (`scheduler.layerwise`). Positions planned and committed then count
-            how much was done, and no KV is complete before the last one.
-        layerwise: how, while it runs.
+        is_layerwise: its prompt is computed layer by layer (`scheduler.layerwise`). Planned and committed positions then
+            measure progress, and no KV is complete before the last one.
+        layerwise: the plan of that, while it runs.
     """
 
     __slots__ = (
@@ -216,17 +216,24 @@ class SequenceRecord:
 
     @property
     def cost_start(self) -> int:
-        """Where its next positions stand for what attention costs: one that is computed layer by layer sees half of its prompt
-        on average."""
+        """Start of its next positions for the cost of attention: positions computed layer by layer see half of the prompt on
+        average."""
         how = self.layerwise
         return self.num_planned if how is None else how.first + how.num_positions // 2
 
     @property
     def num_slots(self) -> int:
         """Running slots that it needs: its own, and one for each beam that will fork from it. Answers need none: those that
-        find no free slot when the prompt is computed are queued (`Scheduler._fork`)."""
+        find no free slot when the prompt is computed are queued (`StepPlanner._fork`)."""
         state = self.request_state
         return 1 + (state.num_unforked if self.index == 0 and state.beams is not None else 0)
+
+
+def table_of(sequence: SequenceRecord) -> BlockTable:
+    """Returns the block table of a running sequence."""
+    if sequence.table is None:
+        raise AssertionError("a sequence without blocks was treated as running")
+    return sequence.table
 
 
 def introduce(sequence: SequenceRecord) -> NewSequence:

@@ -1,47 +1,47 @@
 """Performs restores from both sides (`kv.two_sided`) in the scheduler. Pure: no I/O, no clock; it takes `now`.
 
-The sequence runs, and computes its front in steps that end where the load is expected. When it comes to what has arrived, it
-takes those blocks and goes on behind them. Whatever happens to the load, the sequence can compute the rest.
+The sequence runs, and computes its front in steps that end at the predicted meeting point. When it reaches the loaded entries,
+it takes their blocks and continues behind them. If the load fails, the sequence computes the rest.
 """
 
 from __future__ import annotations
 
 from cloister.kv.tiers import KVTiers
 from cloister.kv.two_sided import ComputeTime, TwoSidedRestore
-from cloister.scheduler.kv_loads import KVLoad, KVLoads
+from cloister.scheduler.kv_load import KVLoad
+from cloister.scheduler.kv_loads import KVLoads
 from cloister.scheduler.request_table import RequestTable
 from cloister.scheduler.sequence import SequenceRecord
 
 
 class TwoSidedRestores:
-    """All of them in one engine.
+    """All two-sided restores of one engine.
 
     Args:
-        predict_s: time for computing entries, as steps were measured.
+        predict_s: predicted seconds of computing entries.
     """
 
     def __init__(self, tiers: KVTiers, requests: RequestTable, loads: KVLoads, predict_s: ComputeTime) -> None:
         self._tiers, self._requests, self._loads, self._predict_s = tiers, requests, loads, predict_s
-        groups, self._block_size = requests.pool.groups, requests.pool.block_size
-        self._is_able = len(groups) == 1 and groups[0].window is None and not groups[0].is_state
+        self._pool, self._block_size = requests.pool, requests.pool.block_size
 
     def fits(self, sequence: SequenceRecord) -> bool:
         """Whether the front of a waiting sequence may be computed while its end loads.
 
-        Only where all layers see all positions: else the block of an entry is not all that later ones need of it. And only
-        while nobody else has work, whom computing what could be loaded would delay.
+        Only if all layers see all positions: else later entries need more than the block of an entry. And only while no other
+        sequence has work, which computing the front would delay.
         """
         state = sequence.request_state
         is_plain = state.beams is None and not state.request.images and not state.prefill_only
         is_alone = not self._requests.running and self._requests.num_waiting <= 1 and not self._loads.loading
-        return self._is_able and is_plain and is_alone
+        return self._pool.has_full_attention_only and is_plain and is_alone
 
     def limit(self, sequence: SequenceRecord, num_most: int, now: float) -> int:
-        """Returns how many of its next `num_most` positions a running sequence shall compute in one step.
+        """Returns how many of its next `num_most` positions a running sequence computes in this step.
 
-        Takes what has arrived when the sequence comes to it; `num_most` counts from behind that then.
+        If the sequence has reached the loaded entries, it takes them, and `num_most` shrinks by as many positions.
         """
-        load = self._loads.find_of(sequence)
+        load = self._loads.find_two_sided(sequence)
         if load is None:
             return num_most
         assert load.restore is not None
@@ -62,17 +62,17 @@ class TwoSidedRestores:
         return min(num_most, (back - front) * size)
 
     def _is_load_faster(self, restore: TwoSidedRestore, front: int, back: int) -> bool:
-        """Whether loading what is left takes less time than computing it, so that others need not be delayed."""
+        """Whether loading the rest is predicted to be faster than computing it, so that others need not be delayed."""
         return restore.predict_load_s(front, back) < self._predict_s(front, back)
 
     def _meet(self, sequence: SequenceRecord, load: KVLoad, front: int, now: float) -> int:
-        """Has a sequence go on behind what has arrived; returns the number of positions that it need not compute."""
+        """Gives a sequence the loaded entries; returns the number of positions that it need not compute."""
         restore = load.restore
         assert restore is not None
         blocks = load.table[front:]
         self._requests.take_cached(sequence, blocks, now)
         sequence.num_committed = sequence.num_planned
-        self._requests.keep_blocks(sequence)
+        self._requests.prefixes.keep_blocks(sequence)
         self._learn(restore)
         if blocks:
             self._tiers.earn(self._predict_s(front, restore.end), restore.owner)
@@ -80,8 +80,8 @@ class TwoSidedRestores:
         return len(blocks) * self._block_size
 
     def _learn(self, restore: TwoSidedRestore) -> None:
-        """Notes that a tier is faster than it was known to be. That it is slower is not learned here: small parts, read beside
-        steps, would make every tier seem slow, and loads from one side, which show how fast it is, would not come again."""
+        """Updates the speed of tiers that were faster than predicted. Slower times are ignored: small parts read beside steps
+        make every tier seem slow, and would prevent the one-sided loads that show its real speed."""
         for index, (num_bytes, elapsed_s) in zip(self._tiers.indexes, restore.measured, strict=False):
             if num_bytes and elapsed_s < index.predict_s(num_bytes):
                 index.learn(num_bytes, elapsed_s)

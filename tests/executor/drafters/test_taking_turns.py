@@ -11,9 +11,9 @@ from cloister.engine import EngineCore
 from cloister.executor.drafters import DRAFTERS
 from cloister.launch import build_engine, resolve_settings
 from cloister.models import locate
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import DraftDecision
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.text import Tokenizer
 from cloister.types.request import Request, SamplingParams
 from cloister.types.step import Sample

@@ -1,8 +1,8 @@
-"""The front's side of Ray: placements whose hosts a driver process asks Ray for.
+"""The front's side of Ray: has a driver process place engine hosts.
 
-Ray runs in a process of its own (`cluster.backend.ray`), since its libraries end the process that they are in when its cluster
-is lost, and so that no process that holds a request has Ray in it. Front and driver exchange lines of JSON over a socket pair:
-which host is wanted, where it is, that it has ended.
+Ray runs in a process of its own (`cluster.backend.ray`): its libraries end their process when the cluster is lost, and no
+process that holds a request should have Ray in it. Front and driver exchange messages over a socket pair
+(`cluster.backend.ray_messages`).
 """
 
 from __future__ import annotations
@@ -15,19 +15,24 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
 import msgspec
 
 from cloister.cluster.backend.ray_folder import make_folder, remove_folder
+from cloister.cluster.backend.ray_messages import (
+    Connected,
+    DriverCommand,
+    DriverReport,
+    HostEnded,
+    HostStarted,
+    KillHost,
+    RayFailed,
+    RaySettings,
+    StartHost,
+)
 from cloister.cluster.remote.placement import Place
-from cloister.cluster.replica_set import MakeHotPrefixes, ReplicaSet
-from cloister.cluster.replica_states import ClusterConfig
-from cloister.cluster.request_routing import MakeRouter
-from cloister.cluster.rolling_update import EngineRelease
-from cloister.engine.client import EngineClient
 from cloister.types.errors import EngineError
 
 REACH_S: Final = 5.0
@@ -52,88 +57,6 @@ _FIRST_RETRY_S: Final = 0.5
 _EXIT_POLL_S: Final = 0.02
 
 _logger = logging.getLogger(__name__)
-
-
-class RaySettings(msgspec.Struct, frozen=True):
-    """To a driver, first: what it is to ask Ray for.
-
-    Attributes:
-        address: of a running cluster; None starts one on this machine, on loopback.
-        folder: of a Ray that it starts, which it removes at its end; empty if it joins one.
-        num_cpus: of each replica; None divides those of the cluster.
-        num_gpus: of each replica.
-        front: the front's certificate, PEM.
-    """
-
-    num_replicas: int
-    address: str | None
-    folder: str
-    num_cpus: int | None
-    num_gpus: int
-    front: str
-
-
-class StartHost(msgspec.Struct, frozen=True, tag=True):
-    """To a driver: a host is wanted in the place of this replica."""
-
-    host: int
-    index: int
-
-
-class KillHost(msgspec.Struct, frozen=True, tag=True):
-    """To a driver: end this host."""
-
-    host: int
-
-
-class Connected(msgspec.Struct, frozen=True, tag=True):
-    """From a driver: Ray is there, and has reserved a place for each replica."""
-
-    num_nodes: int
-    takes_commands: bool
-
-
-class HostStarted(msgspec.Struct, frozen=True, tag=True):
-    """From a driver: a host listens."""
-
-    host: int
-    address: str
-    port: int
-    certificate: str
-    num_threads: int
-    memory_share: float
-
-
-class HostEnded(msgspec.Struct, frozen=True, tag=True):
-    """From a driver: a host has ended, or could not start."""
-
-    host: int
-    how: str
-
-
-class RayFailed(msgspec.Struct, frozen=True, tag=True):
-    """From a driver: Ray cannot be used; sent once before it exits."""
-
-    message: str
-
-
-DriverCommand = StartHost | KillHost
-DriverReport = Connected | HostStarted | HostEnded | RayFailed
-
-
-def choose_num_cpus(node_cpus: list[int], num_replicas: int) -> int | None:
-    """Returns the most CPUs that each replica can have; None if there is no place for all. Pure.
-
-    Args:
-        node_cpus: CPUs of each machine.
-    """
-    fitting = (k for k in range(max(node_cpus, default=0), 0, -1) if sum(cpus // k for cpus in node_cpus) >= num_replicas)
-    return next(fitting, None)
-
-
-def share_memory(node_cpus: int, num_cpus: int, num_replicas: int) -> float:
-    """Returns the share of a machine's memory for one replica: as many as find place there may come to run there. Pure."""
-    return 1 / max(1, min(num_replicas, node_cpus // num_cpus))
 
 
 def driver_variables(address: str | None) -> dict[str, str]:
@@ -389,53 +312,6 @@ class RayPlacement:
         if self._host is not None:
             self._placer.kill_host(self._number)
             self._host = None
-
-
-class PlacedReplicas(ReplicaSet):
-    """Replicas that Ray places: it is there before them, and ends after them."""
-
-    def __init__(
-        self,
-        replicas: list[EngineClient],
-        make_router: MakeRouter,
-        placer: RayPlacer,
-        config: ClusterConfig,
-        block_size: int,
-        *,
-        avoids_slow: bool,
-        verify_replay: float = 0.0,
-        make_hot_prefixes: MakeHotPrefixes | None = None,
-        release: EngineRelease | None = None,
-        make_release: Callable[[str], EngineRelease] | None = None,
-    ) -> None:
-        super().__init__(
-            replicas,
-            make_router,
-            config,
-            block_size,
-            avoids_slow=avoids_slow,
-            verify_replay=verify_replay,
-            make_hot_prefixes=make_hot_prefixes,
-            release=release,
-            make_release=make_release,
-        )
-        self._placer = placer
-
-    async def start(self) -> None:
-        """Starts Ray, or joins it, and then all engines at once. Raises as `ReplicaSet.start`."""
-        try:
-            await self._placer.connect()
-        except BaseException:
-            await self._placer.close()
-            raise
-        await super().start()
-
-    async def drain(self, timeout_s: float) -> None:
-        """Drains all engines at once, and ends the hosts."""
-        try:
-            await super().drain(timeout_s)
-        finally:
-            await self._placer.close()
 
 
 async def _read_report(reader: asyncio.StreamReader) -> DriverReport | None:

@@ -25,8 +25,10 @@ from ray.exceptions import AuthenticationError, RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cloister.cluster.backend.loop_watch import LoopWatch
-from cloister.cluster.backend.placer import (
+from cloister.cluster.backend.loop_watchdog import LoopWatchdog
+from cloister.cluster.backend.node_resources import choose_num_cpus, share_memory
+from cloister.cluster.backend.ray_folder import remove_folder
+from cloister.cluster.backend.ray_messages import (
     Connected,
     DriverCommand,
     DriverReport,
@@ -36,10 +38,7 @@ from cloister.cluster.backend.placer import (
     RayFailed,
     RaySettings,
     StartHost,
-    choose_num_cpus,
-    share_memory,
 )
-from cloister.cluster.backend.ray_folder import remove_folder
 from cloister.cluster.remote.host_process import HostProcess
 from cloister.types.errors import EngineError
 
@@ -173,7 +172,7 @@ class Driver:
 
     async def serve(self, reader: asyncio.StreamReader) -> None:
         """Does what the front asks for until it has ended."""
-        watch = LoopWatch(HUNG_S)
+        watch = LoopWatchdog(HUNG_S)
         watch.start()
         beating = asyncio.create_task(watch.beat())
         try:

@@ -1,4 +1,4 @@
-"""How far another machine's monotonic clock is from this one's. Pure."""
+"""Estimates the offset between another machine's monotonic clock and this one's. Pure."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _DRIFT: Final = 0.0002
 
 
 class ClockOffset:
-    """What to add to times of another clock, so that they are of this one: the least seen difference between arrival and
-    departure of a frame. It is too much by the delay of the fastest frame, so no event seems to be later than its message.
+    """Converts times of another clock to this one. The offset is the least difference seen between arrival and departure of a
+    frame; it is too large by the delay of the fastest frame, so no event seems later than its message.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Where engine hosts run, for transports: whatever starts them, wherever."""
+"""Placement of engine hosts: where they run, and the protocol of what starts them."""
 
 from __future__ import annotations
 

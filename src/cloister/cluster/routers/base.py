@@ -60,7 +60,7 @@ class Router(Protocol):
         ...
 
     def pick_decoder(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> int:
-        """Returns the index of the one that goes on with a request after its first token."""
+        """Returns the index of the replica that continues a request after its first token."""
         return self.pick(request, replicas)
 
     def admit(self, request: Request, replicas: Sequence[ReplicaSnapshot]) -> None:
@@ -108,8 +108,8 @@ def load_of(replica: ReplicaSnapshot) -> tuple[float, float]:
 
 def leave_out_busy(replicas: Sequence[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
     """Returns the replicas without those that have more than MAX_IMBALANCE times the requests of the least busy one, and SLACK
-    more. So whatever attracts requests to one of them, its queue stays in proportion: a prompt that everybody shares is
-    computed on other replicas too, and a wrong prediction fills none."""
+    more. This bounds every queue: a prompt that all requests share is computed on other replicas too, and a wrong prediction
+    overloads no replica."""
     idlest = least_loaded(replicas)
     most = MAX_IMBALANCE * idlest.num_requests / idlest.capacity + SLACK
     return [replica for replica in replicas if replica.num_requests / replica.capacity <= most]

@@ -1,4 +1,4 @@
-"""What replicas have probably cached, from the prompts that they were given. Pure."""
+"""Estimates what replicas have cached from the prompts that they were given. Pure."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ class CachedPrompts:
     """
 
     def __init__(self, keys: PrefixKeys) -> None:
-        self._chain = keys
+        self._prefix_keys = keys
         self._cached: defaultdict[int, _CachedKeys] = defaultdict(_CachedKeys)
 
     def match(self, request: Request, indexes: Iterable[int]) -> dict[int, int]:
         """Returns how many tokens of a prompt each of these replicas has cached."""
         keys = self._keys(request)
-        return {index: self._cached[index].match(keys) * self._chain.block_size for index in indexes}
+        return {index: self._cached[index].match(keys) * self._prefix_keys.block_size for index in indexes}
 
     def add(self, request: Request, replica: ReplicaSnapshot) -> None:
         """Records that a replica is given a prompt."""
@@ -44,21 +44,10 @@ class CachedPrompts:
         self._cached.pop(index, None)
 
     def _keys(self, request: Request) -> list[bytes]:
-        """Returns the keys of a prompt; none if nobody can ask for its blocks again."""
-        keys: list[bytes] = []
-        if request.scope.kind is not ScopeKind.REQUEST:
-            num_blocks = (len(request.token_ids) - 1) // self._chain.block_size
-            root = self._chain.root(request.scope, request.adapter)
-            self._chain.extend(
-                keys,
-                root,
-                request.token_ids,
-                num_blocks,
-                reads_public=request.adapter is None,
-                images=request.images,
-                documents=request.documents,
-            )
-        return keys
+        """Returns the keys of a prompt; none if no later request can read its blocks."""
+        if request.scope.kind is ScopeKind.REQUEST:
+            return []
+        return self._prefix_keys.chain(request.scope, request.adapter, request.token_ids, request.images, request.documents)
 
 
 class _CachedKeys:

@@ -1,4 +1,4 @@
-"""A pair of replicas by the time to the first token that is to be expected (Mooncake, Qin et al. 2025, FAST, section 6:
+"""Chooses a prefill and a decode replica by predicted time to first token (Mooncake, Qin et al. 2025, FAST, section 6:
 Algorithm 1, and early rejection based on prediction). Pure."""
 
 from __future__ import annotations

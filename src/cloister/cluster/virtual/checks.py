@@ -1,4 +1,4 @@
-"""What every run of a virtual cluster must keep to."""
+"""Invariants of every run of a virtual cluster."""
 
 from __future__ import annotations
 
@@ -7,17 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple, Protocol
 
-from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.virtual.scenario import Job, OperatorAction, Scenario
 from cloister.engine.poison_requests import NUM_SAFE_LOSSES
-from cloister.engine.request_client import GRACE_S, RequestClient
+from cloister.engine.request_client import GRACE_S
 from cloister.types.events import Arrived, Ended, Event, Migrated, Stepped
 from cloister.types.request import FinishReason, Request, SequenceOutput, TokenLogprobs
 
 RECOVERY_S: Final = 70.0
 """Virtual time in which a lost engine is noticed and replaced; one that hangs before its first step takes longest."""
-MOST_DEATHS: Final = 5
-"""Engines that a request may kill before it is found: three, and one more if it kills late or beside cleared ones."""
+MAX_DEATHS: Final = 5
+"""Engines that a request may kill before it is identified: three, and one more if it kills late or beside cleared ones."""
 _SLACK_S: Final = 1.0
 _SLACK_OF_STEPS_S: Final = 0.1
 _ROUNDING_S: Final = 1e-9
@@ -26,7 +25,7 @@ _TINY_S: Final = 1e-6
 _RUN_S: Final = 600.0
 _LOGPROB_ERROR: Final = 1e-4
 GOOD_ENDS: Final = (FinishReason.LENGTH, FinishReason.STOP)
-"""An answer that ends like this is whole."""
+"""Finish reasons of complete answers."""
 
 
 class SequenceAnswer(NamedTuple):
@@ -100,7 +99,7 @@ class JobAnswer:
 
 
 class RunRecord(Protocol):
-    """What is known of a run.
+    """The data of a run that checks need.
 
     Attributes:
         events: all events of its fronts but those of steps.
@@ -129,7 +128,7 @@ def check_answer(answer: JobAnswer, alone: list[SequenceAnswer], run: RunRecord)
             wrong.append(f"{where} got another answer than from one engine alone")
         if not is_whole and answer.token_ids[index] != token_ids[: len(answer.token_ids[index])]:
             wrong.append(f"{where} got other tokens than from one engine alone, until it ended by {end}")
-        if not are_alike(answer.logprobs[index], (expected.logprobs or [])[: len(answer.token_ids[index])]):
+        if not match_logprobs(answer.logprobs[index], (expected.logprobs or [])[: len(answer.token_ids[index])]):
             wrong.append(f"{where} got other log-probabilities than from one engine alone")
         wrong += _check_end(where, end, reason, answer, run)
     if has_wrong_prompt(answer, alone[0].prompt_logprobs):
@@ -138,15 +137,15 @@ def check_answer(answer: JobAnswer, alone: list[SequenceAnswer], run: RunRecord)
 
 
 def has_wrong_prompt(answer: JobAnswer, expected: Sequence[TokenLogprobs | None] | None) -> bool:
-    """Whether the log-probabilities of its prompt are others, came twice, or are missing beside the first tokens."""
+    """Whether an answer's prompt log-probabilities are wrong, came twice, or are missing though it has tokens."""
     given = answer.prompt_logprobs
     if expected is None or not given:
         return bool(given) or (expected is not None and bool(answer.token_ids[0]))
-    return len(given) > 1 or given[0][:1] != [None] or not are_alike(given[0][1:], expected[1:])
+    return len(given) > 1 or given[0][:1] != [None] or not match_logprobs(given[0][1:], expected[1:])
 
 
-def are_alike(given: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]) -> bool:
-    """Whether log-probabilities are of the same tokens, and equal but for rounding."""
+def match_logprobs(given: Sequence[TokenLogprobs | None], expected: Sequence[TokenLogprobs | None]) -> bool:
+    """Whether log-probabilities are of the same tokens, and equal up to rounding."""
     if len(given) != len(expected):
         return False
     for one, other in zip(given, expected, strict=True):
@@ -161,7 +160,7 @@ def are_alike(given: Sequence[TokenLogprobs | None], expected: Sequence[TokenLog
 
 
 def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer: JobAnswer, run: RunRecord) -> list[str]:
-    """Says whether a sequence may end like this, and when."""
+    """Checks the finish reason of a sequence and its time."""
     assert answer.ended_s is not None
     took_s, limit_s = answer.ended_s - answer.sent_s, answer.job.timeout_s
     if end is FinishReason.TIMEOUT and took_s < limit_s - _ROUNDING_S:
@@ -184,8 +183,8 @@ def _check_end(where: str, end: FinishReason | None, alone: FinishReason, answer
 
 
 def may_fail(scenario: Scenario) -> bool:
-    """Whether a request that kills no engine may end with an error: steps fail, or so many engines can be lost that one is lost
-    with it alone after two others."""
+    """Whether a request that kills no engine may end with an error: steps fail, or enough engines are lost for it to look as if
+    it killed them."""
     kinds = Counter(fault.kind for fault in scenario.faults)
     num_losses = kinds["crash"] + kinds["hang"] + kinds["slow"] + kinds["cut"] + kinds["clock_jump"] + kinds["network"]
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
@@ -193,7 +192,7 @@ def may_fail(scenario: Scenario) -> bool:
 
 
 def longest_trouble_s(scenario: Scenario) -> float:
-    """Returns a time within which a cluster has overcome all faults of a scenario and answered everything."""
+    """Returns the maximum time in which a cluster recovers from all faults of a scenario and answers all requests."""
     num_killers = sum(job.kills_after is not None for job in scenario.jobs)
     num_updates = len(updates_of(scenario))
     lasting_s = sum(RECOVERY_S + (0.0 if fault.kind == "hang" else fault.lasts_s) for fault in scenario.faults)
@@ -205,11 +204,10 @@ def updates_of(scenario: Scenario) -> list[OperatorAction]:
     return [operation for operation in scenario.operations if operation.kind == "update"]
 
 
-def most_starts(scenario: Scenario) -> int | None:
-    """Returns how many engines may be started, if none ends while it is idle, or seems to be lost.
+def max_starts(scenario: Scenario) -> int | None:
+    """Returns the maximum number of engine starts; None if engines may end because they are idle or seem lost.
 
-    A request that kills may kill one engine more for each time that it is moved, as two compute it then: the one where it goes
-    computes it ahead, and the one where it was does so until it hears of the move.
+    A request that kills engines may kill one more for each move, as two engines compute it during the move.
     """
     kinds = Counter(fault.kind for fault in scenario.faults)
     ends_engines = scenario.idle_timeout_s is not None or scenario.min_replicas is not None
@@ -221,29 +219,8 @@ def most_starts(scenario: Scenario) -> int | None:
         action.kind == "migrate" and action.job in killers for action in scenario.operations
     )
     num_refused = int(sum(fault.amount for fault in scenario.faults if fault.kind == "refuse_start"))
-    num_deaths = MOST_DEATHS * len(killers) + num_moves
+    num_deaths = MAX_DEATHS * len(killers) + num_moves
     return scenario.num_replicas + kinds["crash"] + kinds["fail_step"] + num_refused + num_deaths
-
-
-def leftovers_of_front(front: RequestClient) -> list[str]:
-    """Returns what a front must not have when all requests have ended."""
-    left = []
-    for replica in front.snapshots():
-        if replica.num_mismatches:
-            left.append(f"replica {replica.index} computed something else than another one")
-    if not isinstance(front, ReplicaSet):
-        return left
-    if front.num_forecasts:
-        left.append(f"the front still predicts the lengths of {front.num_forecasts} requests")
-    if front.num_followed:
-        left.append(f"the front still has {front.num_followed} prompts that are followed")
-    if front.num_hot_prefixes:
-        left.append(f"the front still has leases of {front.num_hot_prefixes} prefixes")
-    if front.num_shadows:
-        left.append(f"the front still has {front.num_shadows} shadows of requests")
-    if front.num_places:
-        left.append(f"the front still knows the places of {front.num_places} requests")
-    return left
 
 
 def check_events(run: RunRecord) -> list[str]:

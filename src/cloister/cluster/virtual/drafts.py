@@ -1,4 +1,4 @@
-"""Drafts of a virtual engine: a drafter that knows what the program will say and is wrong on purpose, and changing lengths."""
+"""Drafts of a virtual engine: a drafter that knows the program and is wrong on purpose, and random draft lengths."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from cloister.executor.drafters import NOTHING, Draft, Drafter, DraftRequest
 from cloister.executor.logits_processors import Penalties, process_logits
 from cloister.executor.sampling import Sampler
 from cloister.executor.state import SequenceState
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation import NO_DRAFTS, DraftDecision
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 
 DraftKind = Literal["none", "chain", "tree"]
 DRAFTER: Final = "foresight"
-MOST_DRAFTS: Final = 6
+MAX_DRAFTS: Final = 6
 RIGHT: Final = 0.75
-"""How often the right token is among the children of a node on the right path."""
+"""Probability that the right token is among the children of a node on the right path."""
 SILENT: Final = 0.1
-"""How often it drafts nothing."""
+"""Probability of an empty draft."""
 
 
 class ForesightDrafter(Drafter):
-    """Drafts what the program will choose, beside wrong tokens or in place of them, as a chain or a tree.
+    """Drafts the tokens that the program will choose, and wrong ones, as a chain or a tree.
 
     Args:
         look: returns the logits that follow the tokens of a sequence.
@@ -37,7 +37,7 @@ class ForesightDrafter(Drafter):
         has_trees: drafts have branches.
     """
 
-    max_drafts = MOST_DRAFTS
+    max_drafts = MAX_DRAFTS
 
     def __init__(
         self,
@@ -100,8 +100,8 @@ def _copy(state: SequenceState) -> SequenceState:
     return replace(state, tokens=state.tokens[:], penalties=penalties, grammar=grammar)
 
 
-class ErraticSpeculation:
-    """Asks for another number of drafts each time (protocol `scheduler.speculation.Speculation`); learns nothing."""
+class RandomSpeculation:
+    """Requests a random number of drafts each time (protocol `scheduler.speculation.Speculation`); learns nothing."""
 
     def __init__(self, draw: random.Random) -> None:
         self._draw = draw
@@ -110,7 +110,7 @@ class ErraticSpeculation:
         """Returns a decision for each sequence."""
         choices = []
         for _ in sequences:
-            num = min(self._draw.randint(0, MOST_DRAFTS), max(0, num_left))
+            num = min(self._draw.randint(0, MAX_DRAFTS), max(0, num_left))
             num_left -= num
             choices.append(DraftDecision(DRAFTER, num, None, True) if num else NO_DRAFTS)
         return choices

@@ -7,7 +7,7 @@ from typing import Final, TypeVar, get_args
 
 import msgspec
 
-from cloister.cluster.virtual.engine import PoolKind
+from cloister.cluster.virtual.engine_shape import PoolKind
 from cloister.cluster.virtual.grammars import GRAMMARS
 from cloister.cluster.virtual.scenario import (
     FaultKind,
@@ -23,7 +23,7 @@ from cloister.engine.replica_snapshot import ROLES, Role
 
 LENGTH_ERRORS: Final[tuple[LengthError, ...]] = get_args(LengthError)
 OPERATION_KINDS: Final[tuple[OperationKind, ...]] = ("migrate", "drain", "flip")
-"""What is drawn for every cluster of several replicas."""
+"""Operations drawn for every cluster of several replicas."""
 UPDATE_TROUBLES: Final[tuple[UpdateTrouble, ...]] = get_args(UpdateTrouble)
 FAULT_KINDS: Final[tuple[FaultKind, ...]] = (
     "crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump",
@@ -40,7 +40,7 @@ CANCELLED_SHARE: Final = 0.4
 """Share of the calls that load adapters which are cancelled."""
 TIERED_SHARE: Final = 0.2
 """Share of the scenarios whose engines have KV tiers."""
-MOST_JOBS: Final = 32
+MAX_JOBS: Final = 32
 """6% of the scenarios would have more, and a third of all requests."""
 SEARCHED_SHARE: Final = 0.15
 """Share of the scenarios in which beams are searched for some of the answers."""
@@ -70,11 +70,11 @@ SHARED_TEXT: Final = "Between two engines goes a text. "
 """How prompts begin in a scenario in which KV moves."""
 
 
-_Happening = TypeVar("_Happening", Job, InjectedFault, OperatorAction)
+_TimedItem = TypeVar("_TimedItem", Job, InjectedFault, OperatorAction)
 
 
 def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedulers: tuple[str, ...] = ("fcfs",)) -> Scenario:
-    """Draws a scenario: mostly small ones, because they find as much, and a person has to read them."""
+    """Draws a scenario, usually a small one: small ones find as many faults, and are easier to read."""
     error = random.Random(f"lengths {seed}").choice(LENGTH_ERRORS)
     drawn = first = msgspec.structs.replace(_draw_scenario(seed, routers), length_error=error)
     draw = random.Random(f"scheduler {seed}")
@@ -113,7 +113,7 @@ def draw_scenario(seed: int, routers: tuple[str, ...] = ("least_load",), schedul
     draw = random.Random(f"beams {seed}")
     if draw.random() < SEARCHED_SHARE:
         drawn = msgspec.structs.replace(drawn, jobs=tuple(_search_answer(job, draw) for job in drawn.jobs))
-    return _keep_few(drawn, max(MOST_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
+    return _keep_few(drawn, max(MAX_JOBS, len(first.jobs)), random.Random(f"few {seed}"))
 
 
 def _cancel_loads(scenario: Scenario, draw: random.Random) -> Scenario:
@@ -128,7 +128,7 @@ def _cancel_loads(scenario: Scenario, draw: random.Random) -> Scenario:
 
 
 def _keep_few(scenario: Scenario, most: int, draw: random.Random) -> Scenario:
-    """Returns a scenario with so many of its jobs at most: some of the above double them, one after the other."""
+    """Returns a scenario with at most `most` of its jobs: some of the functions above multiply them."""
     if len(scenario.jobs) <= most:
         return scenario
     kept = sorted(draw.sample(range(len(scenario.jobs)), most))
@@ -404,8 +404,8 @@ def _let_rest(scenario: Scenario, draw: random.Random) -> Scenario:
     )
 
 
-def _delay(happening: _Happening) -> _Happening:
-    return msgspec.structs.replace(happening, at_s=round(IDLE_SLOWDOWN * happening.at_s, 4))
+def _delay(item: _TimedItem) -> _TimedItem:
+    return msgspec.structs.replace(item, at_s=round(IDLE_SLOWDOWN * item.at_s, 4))
 
 
 def _move_kv(scenario: Scenario, draw: random.Random) -> Scenario:

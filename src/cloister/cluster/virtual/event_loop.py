@@ -22,7 +22,7 @@ Ts = TypeVarTuple("Ts")
 
 STUCK = "everything waits, and no timer runs: nothing would ever happen again"
 BUSY = "something runs again and again without any time passing"
-MOST_TURNS = 20_000
+MAX_TURNS = 20_000
 """Turns of the loop in one instant; after more, what runs will not stop."""
 _RESOLUTION_S: Final = 1e-9
 """Timers so close to each other run in one turn, as with the clock of a machine."""
@@ -63,8 +63,8 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
 
     _stopping: bool
 
-    def __init__(self, start_s: float = 0.0) -> None:
-        self.clock = VirtualClock(start_s)
+    def __init__(self) -> None:
+        self.clock = VirtualClock()
         self._due: deque[_Call] = deque()
         self._timers: list[tuple[float, int, _Call]] = []
         self._num_timers = 0
@@ -108,7 +108,7 @@ class VirtualEventLoop(asyncio.BaseEventLoop):
         if not (due or self._stopping):
             self._wait()
         self._num_turns += 1
-        if self._num_turns > MOST_TURNS:
+        if self._num_turns > MAX_TURNS:
             self._num_turns = 0
             self.clock.advance(1.0)  # so that what runs can be cancelled
             raise RuntimeError(BUSY)

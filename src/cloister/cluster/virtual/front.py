@@ -1,4 +1,4 @@
-"""A front of virtual engines: clients, links and routers of production."""
+"""The front of a virtual cluster, made of production clients, links and routers."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.routers import ROUTERS
 from cloister.cluster.routers.base import RouterContext
-from cloister.cluster.virtual.engine import EngineShape, list_adapters
+from cloister.cluster.virtual.adapters import list_adapters
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.processors import FrontThread
 from cloister.cluster.virtual.replica import Host
 from cloister.cluster.virtual.transport import LinkTransport

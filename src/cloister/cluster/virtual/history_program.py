@@ -186,14 +186,6 @@ def prefix_logits(token_ids: npt.ArrayLike, first: int, vocab_size: int, salt: i
     return logits
 
 
-def greedy_continuation(token_ids: Sequence[int], num_tokens: int, vocab_size: int, salt: int = 0) -> list[int]:
-    """Returns the `num_tokens` tokens that greedy decoding appends to a prompt."""
-    tokens = list(token_ids)
-    for _ in range(num_tokens):
-        tokens.append(int(history_logits(tokens, vocab_size, salt).argmax()))
-    return tokens[len(token_ids) :]
-
-
 def _count(count: int) -> npt.NDArray[np.uint64]:
     """Returns the numbers from 0 on."""
     return _NUMBERS[:count] if count <= _NUMBERS.size else np.arange(count, dtype=np.uint64)

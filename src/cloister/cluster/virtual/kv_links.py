@@ -1,6 +1,6 @@
-"""Links between the engines of a virtual cluster: frames of KV are datagrams, which may be lost, late, repeated or damaged.
+"""KV links between the engines of a virtual cluster, over datagrams that may be lost, late, repeated or damaged.
 
-There is no transport below that repairs them: what is lost ends in a timeout, and what is damaged in a miss, as promised.
+No transport repairs them: a lost datagram ends in a timeout, a damaged one in a miss.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine.kv_transfer import KVDemand, KVOffer, PulledKV
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.scheduler.kv_exports import KVEntry
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
 
 SECRET: Final = b"the engines of a virtual cluster"
 PART_ENTRIES: Final = 1
@@ -94,15 +95,15 @@ class KVSwitch:
     """Carries frames between the engines of a cluster.
 
     Attributes:
-        damages: share of frames in which a bit of KV changes on the way.
+        damage_rate: share of frames in which a bit of KV changes on the way.
         part_entries: entries of one datagram.
         entry_s: time that an entry takes on the way, one after the other of those that a replica sends.
-        links: those of the engine that each replica runs at present.
+        links: links of the engine that each replica currently runs.
     """
 
     network: VirtualNetwork
     draw: random.Random
-    damages: float = 0.0
+    damage_rate: float = 0.0
     part_entries: int = PART_ENTRIES
     entry_s: float = 0.0
     links: dict[int, VirtualKVLinks] = field(default_factory=dict)
@@ -110,7 +111,7 @@ class KVSwitch:
 
     def send(self, target: int, frame: KVFrame) -> None:
         """Sends a frame over the ways of both replicas."""
-        if frame.objects and self.damages and self.draw.random() < self.damages:
+        if frame.objects and self.damage_rate and self.draw.random() < self.damage_rate:
             self.network.faults["damaged"] += 1
             frame = msgspec.structs.replace(frame, objects=(self._damage(frame.objects[0]), *frame.objects[1:]))
         data = msgspec.msgpack.encode(frame)
@@ -155,13 +156,12 @@ class VirtualKVLinks:
         index: int,
         switch: KVSwitch,
         form: KVFormat,
-        secret: bytes = SECRET,
         costs: LinkCosts = FREE_LINKS,
         work: Callable[[float, Callable[[], None]], None] = _do_at_once,
     ) -> None:
         self.endpoint = endpoint_of(index)
         self._index, self._switch = index, switch
-        self._sealer = KVSealer(form, secret)
+        self._sealer = KVSealer(form, SECRET)
         self._costs, self._work = costs, work
         self._wake: Callable[[], None] = lambda: None
         self._pulls: dict[int, _Pull] = {}

@@ -1,4 +1,4 @@
-"""A network between fronts and engines that loses, repeats, delays and reorders what it is told to."""
+"""A network between fronts and engines that loses, repeats, delays and reorders datagrams on demand."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class NetworkPath:
-    """How one way between a front and a replica is at present.
+    """State of the path in one direction between a front and a replica.
 
     Attributes:
-        loses, repeats: share of datagrams that are lost; that arrive twice.
-        jitter_s: up to so much is added to the delay of each; so they overtake each other.
+        loss_rate, repeat_rate: share of datagrams that are lost, and that arrive twice.
+        jitter_s: maximum random extra delay, by which datagrams overtake each other.
         is_cut: nothing arrives.
     """
 
-    loses: float = 0.0
-    repeats: float = 0.0
+    loss_rate: float = 0.0
+    repeat_rate: float = 0.0
     jitter_s: float = 0.0
     is_cut: bool = False
 
@@ -42,7 +42,7 @@ class VirtualNetwork:
 
     Attributes:
         faults: how many datagrams were lost, repeated and delayed.
-        digest: of all that was sent, with the times.
+        digest: hash of all datagrams sent, with their times.
     """
 
     def __init__(self, draw: random.Random, delay_s: float) -> None:
@@ -53,7 +53,7 @@ class VirtualNetwork:
         self._paths: dict[tuple[int, bool], NetworkPath] = {}
 
     def set_path(self, replica: int, is_to_engine: bool, path: NetworkPath) -> None:
-        """Changes the way to a replica, or the way back."""
+        """Sets the path to a replica, or the one back."""
         self._paths[replica, is_to_engine] = path
 
     def send(self, replica: int, is_to_engine: bool, data: bytes, deliver: Callable[[bytes], None]) -> None:
@@ -61,11 +61,11 @@ class VirtualNetwork:
         loop = asyncio.get_running_loop()
         self.digest.update(_SENT.pack(replica, is_to_engine, loop.time(), len(data)) + data)
         path = self._paths.get((replica, is_to_engine), GOOD)
-        if path.is_cut or (path.loses and self._draw.random() < path.loses):
+        if path.is_cut or (path.loss_rate and self._draw.random() < path.loss_rate):
             self.faults["lost"] += 1
             return
         num_copies = 1
-        if path.repeats and self._draw.random() < path.repeats:
+        if path.repeat_rate and self._draw.random() < path.repeat_rate:
             self.faults["repeated"] += 1
             num_copies = 2
         for _ in range(num_copies):

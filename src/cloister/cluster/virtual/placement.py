@@ -14,7 +14,7 @@ from typing import Annotated, Final
 import msgspec
 
 from cloister.cluster.roles import assign_roles
-from cloister.cluster.virtual.engine import EngineShape
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.kv_links import LinkCosts
 from cloister.cluster.virtual.prediction import ClusterShape
 from cloister.engine.replica_snapshot import Role
@@ -32,7 +32,7 @@ Count = Annotated[int, msgspec.Meta(ge=1)]
 
 
 class StepProfile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What was measured of replicas of so many threads each (`benchmarks.cluster_costs`).
+    """Measurements of replicas with `num_threads` threads each (`benchmarks.cluster_costs`).
 
     Attributes:
         model: its name, with the format of its matrices after a colon; empty: not stated.
@@ -133,7 +133,7 @@ class ReplicaPlacement:
 
 
 def list_placements(profiles: Iterable[StepProfile], num_threads: int) -> list[ReplicaPlacement]:
-    """Returns every placement on so many threads: of each profile as many replicas as there is room for, with every role.
+    """Returns all placements on `num_threads` threads: of each profile as many replicas as fit, with all assignments of roles.
 
     Raises:
         ConfigError: there is no room for a replica of any profile.

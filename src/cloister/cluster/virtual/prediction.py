@@ -12,7 +12,8 @@ from cloister.cluster.hot_prefixes import HotPrefixes
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
-from cloister.cluster.virtual.engine import EngineShape, make_engine
+from cloister.cluster.virtual.engine import make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop
 from cloister.cluster.virtual.front import make_front
 from cloister.cluster.virtual.kv_links import PART_ENTRIES, KVSwitch
@@ -41,7 +42,7 @@ class ClusterShape:
         copies_prefixes: hot prefixes are copied to other replicas.
         part_entries: entries that an engine copies between two steps.
         num_cores: that engines, front and clients share; None: each has one of its own.
-        company: steps take so many times as long while others run on these cores too, as caches are shared.
+        company: slowdown of steps while others run on these cores too, as caches are shared.
         front: what front and clients take of them.
         scaling: when replicas are added and removed; None: all run.
     """

@@ -1,4 +1,4 @@
-"""The cores of a machine on which engines, their front and its clients compute: who is runnable shares them, by niceness."""
+"""The cores of a machine, shared by the runnable threads of engines, front and clients according to niceness."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Processors:
 
     Args:
         num_cores: at least one.
-        company: while others run too, a nice thread (an engine's) takes so many times as long, as they share caches.
+        company: slowdown of a nice thread (an engine's) while others run too, as they share caches.
     """
 
     def __init__(self, num_cores: int, clock: Clock, company: float = 1.0) -> None:
@@ -67,7 +67,7 @@ class Processors:
         self._timer: asyncio.TimerHandle | None = None
 
     async def run(self, work_s: float, niceness: int = 0) -> None:
-        """Returns when the calling thread, which has this niceness, has had so many seconds of a core."""
+        """Waits until the calling thread, with this niceness, has had `work_s` seconds of a core."""
         self._advance()
         self._num_runs += 1
         done = asyncio.get_running_loop().create_future()

@@ -1,4 +1,4 @@
-"""What the program of virtual engines says of an answer, without any engine. Pure."""
+"""Checks answers against the program of virtual engines, without an engine. Pure."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.backends.base import SAMPLING_METADATA
-from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, are_alike, has_wrong_prompt
-from cloister.cluster.virtual.engine import EOS, VOCAB_SIZE, EngineShape
+from cloister.cluster.virtual.byte_tokenizer import EOS, VOCAB_SIZE
+from cloister.cluster.virtual.checks import GOOD_ENDS, JobAnswer, has_wrong_prompt, match_logprobs
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.grammars import GRAMMARS, AnswerRule, derive, find_next, may_end
 from cloister.cluster.virtual.history_program import FloatArray, history_logits, prefix_logits, salt_of
 from cloister.cluster.virtual.scenario import Job
@@ -21,11 +22,10 @@ from cloister.scheduler.admission import EngineLimits, find_refusal
 from cloister.types.request import FinishReason, TokenLogprobs
 
 
-def are_right(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
-    """Whether answers have the tokens that the program chooses, and end where and with the text with which they must.
+def match_program(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
+    """Whether answers have the tokens that the program chooses, the right text, and the right end.
 
-    Token by token the program is asked what follows the tokens before it, for all tokens of all answers at once: some twentieth
-    of the time in which an engine would compute them.
+    All tokens of all answers are checked at once, in a twentieth of the time that an engine takes.
     """
     return all(_is_whole(answer, shape) for answer in answers) and _are_chosen(answers, shape)
 
@@ -43,7 +43,7 @@ def _are_chosen(answers: Sequence[JobAnswer], shape: EngineShape) -> bool:
             if given:
                 raw = prefix_logits([*prompt, *given[:-1]], len(prompt), VOCAB_SIZE, salt)
                 expected = [] if how.logprobs is None else _list_logprobs(raw, given, how.logprobs)
-                if not are_alike(answer.logprobs[index], expected):
+                if not match_logprobs(answer.logprobs[index], expected):
                     return False
                 logits.append(_process(raw, given, answer))
                 positions = range(len(prompt), len(prompt) + len(given))
@@ -147,7 +147,7 @@ def _stops(answer: JobAnswer) -> tuple[int, ...]:
 
 
 def _is_whole(answer: JobAnswer, shape: EngineShape) -> bool:
-    """Whether each sequence that ended by itself has its text and ends where it must, and others have gone no further."""
+    """Whether each complete sequence has the right text and end, and no other goes beyond its end."""
     limits = EngineLimits(shape.max_model_len, shape.max_num_seqs, shape.num_blocks * shape.block_size, shape.block_size)
     if answer.refusal is not None:
         return True
@@ -164,7 +164,7 @@ def _is_whole(answer: JobAnswer, shape: EngineShape) -> bool:
 
 
 def _read(answer: JobAnswer, index: int, shape: EngineShape) -> tuple[int, str, FinishReason | None]:
-    """Returns how many tokens of a sequence belong to its answer, its text, and how it ends there; None: it does not."""
+    """Returns the number of tokens up to the end of a sequence, its text, and its finish reason; None if it does not end."""
     request, token_ids = answer.request, answer.token_ids[index]
     sampling, stops = request.sampling, _stops(answer)
     assert sampling.max_tokens is not None
@@ -190,7 +190,7 @@ def _read(answer: JobAnswer, index: int, shape: EngineShape) -> tuple[int, str, 
 
 
 def _count_until_complete(job: Job, token_ids: Sequence[int]) -> int | None:
-    """Returns after how many tokens nothing may follow under the grammar; None: after none of them."""
+    """Returns the number of tokens after which the grammar is complete; None if it is not."""
     if not job.grammar:
         return None
     rule = GRAMMARS[job.grammar].rule

@@ -108,7 +108,7 @@ class VirtualProcess:
         job()
 
     async def _spend(self, work_s: float) -> None:
-        """Returns when the calling thread of this process has worked for so long."""
+        """Waits until the calling thread of this process has worked for `work_s`."""
         await (asyncio.sleep(work_s) if self._processors is None else self._processors.run(work_s, NICENESS))
 
     def end(self) -> None:
@@ -206,7 +206,7 @@ class Host:
     Attributes:
         index: as above.
         process: the engine that runs; None if there is none.
-        refuses_starts: so many of the next engines cannot start.
+        refuses_starts: number of next engines that cannot start.
         num_starts: engines that were started.
         lora: the adapters with which the last one was started (setting `lora`); None: those of its shape.
     """

@@ -8,7 +8,7 @@ from typing import Final, Literal
 import msgspec
 
 from cloister.cluster.virtual.drafts import DraftKind
-from cloister.cluster.virtual.engine import PoolKind
+from cloister.cluster.virtual.engine_shape import PoolKind
 from cloister.engine.replica_snapshot import Role
 
 FaultKind = Literal["crash", "hang", "slow", "fail_step", "refuse_start", "network", "cut", "restart_router", "clock_jump"]
@@ -28,8 +28,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         tenant: whose it is; nothing is shared between two.
         temperature: 0, or with `seed`.
         stop: text that ends the answer; empty for none.
-        num_stop_ids: so many token ids end the answer too, of 257.
-        kills_after: the engine dies when it computes so many steps of it; None: it harms no engine.
+        num_stop_ids: number of the 257 token ids that end the answer too.
+        kills_after: number of its steps after which the engine dies; None: it harms no engine.
         cancel_after_s: the client leaves after this time; None: it stays.
         grammar: what the answer must match, by its name in `virtual.grammars`; empty for none.
         letters: they come far more often than others (`SamplingParams.logit_bias`).
@@ -37,7 +37,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_
         min_tokens: nothing ends the answer before.
         prompt_logprobs: log-probabilities of the prompt are asked for.
         adapter: number of its adapter; 0 for none.
-        beams: so many beams are searched for its answers (`BeamSearch`); 0: they are sampled.
+        beams: width of the beam search for its answers (`BeamSearch`); 0: they are sampled.
         length_penalty: of that search.
     """
 
@@ -121,8 +121,8 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         roles: of each replica; empty if all are mixed.
         rebalance: load is levelled all the time.
         copies_prefixes: hot prefixes are copied to other replicas.
-        num_standby: so many of the replicas get no requests until another one is lost.
-        min_replicas: so many run at least, and the others as the load needs them; None: all run.
+        num_standby: number of standby replicas.
+        min_replicas: minimum number of running replicas under scaling; None: all run.
         moves_kv: share of requests that are told to load KV from another replica, or to leave theirs for it.
         damages_kv: share of the datagrams with KV in which a bit changes.
         num_blocks: KV blocks of each replica; few of them make requests wait and be preempted.
@@ -130,10 +130,10 @@ class Scenario(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, fo
         clock_offsets_s: by how much the clocks of the replicas' machines are ahead of the front's.
         length_error: what predicted lengths of answers are multiplied by: for each request something near 1 (`noise`, a
             standard deviation of 0.3), 0, 100, or one of both.
-        idle_timeout_s: engines that had no request for so long end; None: they stay.
+        idle_timeout_s: engines end after this time without requests; None: they stay.
         drafts: what their drafters make: nothing, chains or trees.
         helper_s: a thread beside the steps takes up to this time for a grammar, and a tenth of it for a mask.
-        num_adapters: so many adapters are loaded at the start.
+        num_adapters: number of adapters loaded at the start.
         tiers: slots of each replica's KV tiers in memory and on disk; 0 for none.
         damages_tiers: share of what is torn, late or lost there, or cannot be written.
         pool: the tier in memory is one that all engines share (`shared`), or in which they also lend each other slots (`peer`).

@@ -1,4 +1,4 @@
-"""Runs a scenario in a virtual cluster, and checks what every run must keep to."""
+"""Runs a scenario in a virtual cluster, with its faults, and checks the invariants of the run."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -17,63 +17,52 @@ from cloister.cluster.lengths import LengthCurves, LengthPredictor
 from cloister.cluster.link import LinkTimes
 from cloister.cluster.replica_set import ReplicaSet
 from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
-from cloister.cluster.scaling import GONE
-from cloister.cluster.virtual.checks import (
-    RECOVERY_S,
-    JobAnswer,
-    check_answer,
-    check_events,
-    leftovers_of_front,
-    most_starts,
-    updates_of,
-)
-from cloister.cluster.virtual.engine import SLOT_KIB, VOCAB_SIZE, EngineShape, VirtualEngine, digest_of, make_engine, name_of
+from cloister.cluster.virtual.adapters import adapter_name
+from cloister.cluster.virtual.checks import RECOVERY_S, JobAnswer, check_events, updates_of
+from cloister.cluster.virtual.engine import SLOT_KIB, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import VirtualEventLoop, run_virtually
 from cloister.cluster.virtual.front import OLD_WEIGHTS, make_front
-from cloister.cluster.virtual.grammars import GRAMMARS
+from cloister.cluster.virtual.job_requests import make_request, prompt_of
 from cloister.cluster.virtual.kv_links import KVSwitch, endpoint_of
+from cloister.cluster.virtual.leftovers import check_copies, find_leftovers
 from cloister.cluster.virtual.network import GOOD, NetworkPath, VirtualNetwork
-from cloister.cluster.virtual.reference import are_right
 from cloister.cluster.virtual.replica import Host
-from cloister.cluster.virtual.scenario import NUM_ADAPTERS, InjectedFault, Job, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.scenario import InjectedFault, OperatorAction, Scenario, UpdateTrouble
+from cloister.cluster.virtual.single_engine import check_answers
 from cloister.cluster.virtual.tier_threads import VirtualPool
 from cloister.cluster.virtual.transport import LinkTransport
 from cloister.cluster.virtual.wrong_lengths import WrongLengths
 from cloister.engine.client import EngineClient
-from cloister.engine.core import EngineCore
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys
 from cloister.text import Tokenizer
-from cloister.types.clock import VirtualClock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.events import Event, FrontMessage, HoldKV, KVSource, PrefetchKV, Stepped, Submit
-from cloister.types.request import BeamSearch, ModelInfo, Request, SamplingParams
-from cloister.types.scope import Scope, ScopeKind
+from cloister.types.request import ModelInfo
 
 LONGEST_S: Final = 400.0
 """Virtual time within which all requests must have ended."""
 REST_S: Final = RECOVERY_S + 25.0
-"""Virtual time within which the cluster comes to rest after the last request: a hang is noticed within `RECOVERY_S`, and KV
-of a request that the new engine then computes is kept for others for 20 s."""
+"""Maximum virtual time in which the cluster becomes idle after the last request: a hang is noticed within `RECOVERY_S`, and KV
+that the new engine computes is held for others for 20 s."""
 QUIET_S: Final = 6.0
-"""A cluster without anything left for so long is at rest: it would have lost links and made up for lost frames by then."""
+"""A cluster without leftovers for this time stays so: by then lost links are noticed and lost frames are sent again."""
 LOOK_EVERY_S: Final = 1.0
 DRAIN_S: Final = 5.0
 SCALE_DOWN_S: Final = 0.5
 UPDATE_LOOK_S: Final = 0.05
 MANY: Final = 1_000_000
-RAISED: Final = 8.0
-"""Added to the logits of a job's letters, which are then above all others."""
 NUM_RESTARTS: Final = 20
-"""More than faults and requests that kill can use up, so that no front gives an engine up."""
+"""More restarts than faults and killing requests can use up, so that no front gives up an engine."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunOutcome:
-    """What a run showed.
+    """The outcome of a run.
 
     Attributes:
-        violations: what must not be, each in one line.
+        violations: broken invariants, one line each.
         digest: of all messages and events in order, with their times; equal for equal runs.
         faults: how many were injected, by kind.
         num_requests, num_tokens: requests accepted, and tokens that their clients got.
@@ -97,32 +86,8 @@ def run_scenario(scenario: Scenario, tokenizer: Tokenizer) -> RunOutcome:
         run_virtually(simulation.run())
     except RuntimeError as error:  # nothing will ever happen again
         return simulation.outcome([str(error)])
-    simulation.violations += _check_answers(simulation) + check_events(simulation)
+    simulation.violations += check_answers(simulation, simulation.shape, tokenizer) + check_events(simulation)
     return simulation.outcome(simulation.violations)
-
-
-def _check_answers(simulation: _Simulation) -> list[str]:
-    """Compares each answer with that of one engine alone, of whatever weights that the scenario has."""
-    weights = sorted({0, *(update.weights or 0 for update in updates_of(simulation.scenario))})
-    plain = replace(simulation.shape, policy="fcfs", drafts="none", num_adapters=NUM_ADAPTERS)
-    shapes = [replace(plain, weights=each) for each in weights]
-    if are_right(simulation.answers, shapes[0]) or (
-        len(shapes) > 1 and all(any(are_right([a], shape) for shape in shapes) for a in simulation.answers)
-    ):
-        return [wrong for answer in simulation.answers for wrong in check_answer(answer, answer.as_given(), simulation)]
-    alone = [answer_alone(simulation, shape) for shape in shapes]
-    found: list[str] = []
-    for number, answer in enumerate(simulation.answers):
-        each = [check_answer(answer, of_shape[number].as_given(), simulation) for of_shape in alone]
-        found += next((wrong for wrong in each if not wrong), each[0])
-        if not all(are_right([of_shape[number]], shape) for of_shape, shape in zip(alone, shapes, strict=True)):
-            found.append(f"{answer.request.request_id}: one engine alone says something else than the program")
-    return found
-
-
-def prompt_of(job: Job) -> bytes:
-    """Returns the tokens of a job's prompt; one that kills engines has another prompt than all that do not."""
-    return job.prompt.encode() if job.kills_after is None else b"\1" + job.prompt.encode()
 
 
 async def operate(front: ReplicaSet, operation: OperatorAction, answers: Sequence[JobAnswer]) -> None:
@@ -143,40 +108,6 @@ async def operate(front: ReplicaSet, operation: OperatorAction, answers: Sequenc
                 await front.set_role(operation.replica, operation.role, DRAIN_S)
             case "forget":
                 await front.inspect_cache(answers[operation.job].request.scope, drop=True)
-
-
-def make_request(job: Job, request_id: str, token_ids: list[int] | None = None, vocab_size: int = VOCAB_SIZE) -> Request:
-    """Returns the request of a job.
-
-    Args:
-        token_ids: of its prompt, for a model whose tokens are no bytes.
-        vocab_size: of that model, which as large a share of its tokens ends answers as of `VOCAB_SIZE`.
-    """
-    return Request(
-        request_id=request_id,
-        token_ids=list(prompt_of(job)) if token_ids is None else token_ids,
-        sampling=SamplingParams(
-            n=job.n,
-            temperature=job.temperature,
-            seed=job.seed,
-            stop=(job.stop,) if job.stop else (),
-            stop_token_ids=tuple(range(job.num_stop_ids * vocab_size // VOCAB_SIZE)),
-            max_tokens=job.max_tokens,
-            min_tokens=job.min_tokens,
-            logprobs=2 if job.logprobs else None,
-            prompt_logprobs=1 if job.prompt_logprobs else None,
-            ignore_eos=job.ignores_eos,
-            frequency_penalty=job.frequency_penalty,
-            logit_bias=dict.fromkeys(job.letters.encode(), RAISED),
-            grammar=GRAMMARS[job.grammar].write() if job.grammar else None,
-            beams=BeamSearch(width=job.beams, length_penalty=job.length_penalty) if job.beams else None,
-        ),
-        adapter=digest_of(job.adapter) if job.adapter else None,
-        scope=Scope(ScopeKind.TENANT, b"tenant %d" % job.tenant),
-        tenant=f"tenant {job.tenant}",
-        priority=job.priority,
-        timeout_s=job.timeout_s,
-    )
 
 
 @dataclass
@@ -233,15 +164,15 @@ class _Simulation:
         await self._start_front()
         async with asyncio.TaskGroup() as group:
             for number, answer in enumerate(self.answers):
-                group.create_task(self._work(number, answer))
+                group.create_task(self._run_job(number, answer))
             for fault in self.scenario.faults:
-                group.create_task(self._break(fault))
+                group.create_task(self._inject(fault))
             for operation in self.scenario.operations:
                 group.create_task(self._operate(operation))
-        await self._rest()
+        await self._settle()
 
     def outcome(self, violations: Sequence[str]) -> RunOutcome:
-        """Returns what the run showed."""
+        """Returns the outcome of the run."""
         return RunOutcome(
             tuple(violations),
             self.network.digest.hexdigest(),
@@ -274,7 +205,7 @@ class _Simulation:
         return next((host for host in reversed(self.hosts_of[replica]) if host.process is not None), self.hosts[replica])
 
     def _has_trouble(self, trouble: UpdateTrouble, weights: int, replica: int | None, update: OperatorAction | None) -> bool:
-        """Whether something is wrong with an engine that an update brings, of all replicas or of one."""
+        """Whether an engine that an update starts has this trouble, on all replicas or on one."""
         if update is None or update.trouble != trouble or replica not in (None, update.replica):
             return False
         return weights == update.weights or (update.weights is None and replica is not None)
@@ -340,7 +271,7 @@ class _Simulation:
         )
 
     def _move_kv(self, index: int, message: FrontMessage) -> list[FrontMessage]:
-        """Adds to a message what a controller could tell of KV: that another replica has it, which may be wrong."""
+        """Adds a KV source to a submitted request, as a controller could; the source may not have the KV."""
         if not (isinstance(message, Submit) and self.scenario.moves_kv):
             return [message]
         served = self.served.setdefault(message.request.tenant, set())
@@ -358,7 +289,7 @@ class _Simulation:
             *([HoldKV(message.request.request_id, 1.0)] if self.draw.random() < 0.2 else []),
         ]
 
-    async def _work(self, number: int, answer: JobAnswer) -> None:
+    async def _run_job(self, number: int, answer: JobAnswer) -> None:
         """Sends a request and takes what comes."""
         await asyncio.sleep(answer.job.at_s)
         answer.sent_s = self.loop.time()
@@ -378,7 +309,7 @@ class _Simulation:
         self.open.pop(number, None)
 
     async def _follow(self, answer: JobAnswer, front: ReplicaSet) -> None:
-        if answer.job.adapter and name_of(answer.job.adapter) not in front.adapters.loaded:
+        if answer.job.adapter and adapter_name(answer.job.adapter) not in front.adapters.loaded:
             answer.refusal = "the front knows no such adapter"
             return
         try:
@@ -386,7 +317,7 @@ class _Simulation:
         except CloisterError as error:
             answer.refusal = error.message
 
-    async def _break(self, fault: InjectedFault) -> None:
+    async def _inject(self, fault: InjectedFault) -> None:
         await asyncio.sleep(fault.at_s)
         self.faults[fault.kind] += 1
         host = self._host_of(fault.replica)
@@ -407,7 +338,7 @@ class _Simulation:
             case "refuse_start":
                 host.refuses_starts = int(fault.amount)
             case "network" | "cut":
-                await self._disturb(fault)
+                await self._disturb_network(fault)
             case "restart_router":
                 await self._restart_front()
             case "clock_jump":
@@ -427,8 +358,8 @@ class _Simulation:
             await operate(front, operation, self.answers)
 
     async def _change_adapter(self, front: ReplicaSet, operation: OperatorAction) -> None:
-        """Loads or unloads an adapter; one that cannot be is an error of the operator, who may also go before it is loaded."""
-        name = name_of(operation.adapter)
+        """Loads or unloads an adapter. A refusal is the operator's error, and an operator may cancel the call."""
+        name = adapter_name(operation.adapter)
         with contextlib.suppress(CloisterError, TimeoutError):
             if operation.kind == "load":
                 async with asyncio.timeout(operation.cancelled_after_s):
@@ -448,11 +379,11 @@ class _Simulation:
         while (progress := front.update_progress) is not None and progress.is_running and self.loop.time() < ends_s:
             await asyncio.sleep(UPDATE_LOOK_S)
 
-    async def _disturb(self, fault: InjectedFault) -> None:
+    async def _disturb_network(self, fault: InjectedFault) -> None:
         if fault.kind == "cut":
             path = NetworkPath(is_cut=True)
         else:
-            path = NetworkPath(loses=fault.amount, repeats=fault.amount, jitter_s=fault.jitter_s)
+            path = NetworkPath(loss_rate=fault.amount, repeat_rate=fault.amount, jitter_s=fault.jitter_s)
         ways = {"both": (True, False), "to_engine": (True,), "to_front": (False,)}[fault.ways]
         hosts = list(self.hosts_of[fault.replica])
         for host in hosts:
@@ -481,134 +412,29 @@ class _Simulation:
             with contextlib.suppress(CloisterError):  # an engine cannot be reached; an operator's supervisor tries again
                 await self._start_front()
 
-    async def _rest(self) -> None:
-        """Waits until nothing is left and nothing comes after it, and says what is left for too long."""
+    async def _settle(self) -> None:
+        """Waits until the cluster has no leftovers for `QUIET_S`, records those that remain, and drains it."""
         ends_s, quiet_s = self.loop.time() + REST_S, 0.0
         while quiet_s < QUIET_S and self.loop.time() < ends_s:
             await asyncio.sleep(LOOK_EVERY_S)
-            quiet_s = 0.0 if self._is_starting or self._leftovers() else quiet_s + LOOK_EVERY_S
-        self.violations += self._leftovers()
+            quiet_s = 0.0 if self._is_starting or find_leftovers(self) else quiet_s + LOOK_EVERY_S
+        self.violations += find_leftovers(self)
         if self.front is not None:
             await self.front.drain(DRAIN_S)
         await asyncio.sleep(DRAIN_S)
         self.violations += [f"engine {i} runs after the drain" for i, host in enumerate(self.hosts) if host.process is not None]
-
-    # What must be
 
     @property
     def _is_starting(self) -> bool:
         """Whether an engine is started, or started again."""
         return self.front is not None and any(replica.state == "starting" for replica in self.front.snapshots())
 
-    def _leftovers(self) -> list[str]:
-        """Returns what must not be in a cluster that has come to rest."""
-        left = [leftover for index, host in enumerate(self.hosts) for leftover in self._leftovers_of_engine(index, host)]
-        for index, client in enumerate(self.clients):
-            if client.num_requests:
-                left.append(f"the client of engine {index} still has {client.num_requests} requests")
-            if client.num_leaving:
-                left.append(f"the client of engine {index} still waits for {client.num_leaving} that left it")
-        num_starts, most = sum(host.num_starts for host in self.hosts), most_starts(self.scenario)
-        if most is not None and num_starts > most:
-            left.append(f"engines were started {num_starts} times, where {most} were enough")
-        return left if self.front is None else left + self._leftovers_of_front(self.front)
-
-    def _leftovers_of_engine(self, index: int, host: Host) -> Iterator[str]:
-        if (process := host.process) is None or self.loop.time() < process.hangs_until_s:
-            return  # one that hangs while nothing waits for it is noticed with the next request
-        scheduler = process.engine.scheduler
-        if scheduler.requests:
-            yield f"engine {index} still has {sorted(scheduler.requests)}"
-        if scheduler.pool.num_used:
-            yield f"engine {index} still uses {scheduler.pool.num_used} blocks"
-        left = len(scheduler.leases or ()), len(scheduler.kv_loads), len(scheduler.kv_exports), len(scheduler.prefix_leases)
-        num_open = 0 if process.kv_links is None else process.kv_links.num_open
-        if any(left) or num_open:
-            yield f"engine {index} still has leases, loads or exports {left}, and {num_open} connections"
-        if num_reads := process.engine.num_tier_reads():
-            yield f"engine {index} still reads {num_reads} times from its tiers"
-        scheduler.pool.check()
-        if scheduler.kv_restores is not None:
-            scheduler.kv_restores.tiers.check()
-        self._check_copies()
-
-    def _check_copies(self) -> None:
-        """Raises AssertionError if a copy of a prefix has outlived its lease, or the books of a cache are wrong."""
-        for host in self.hosts:
-            if host.process is not None:
-                scheduler = host.process.engine.scheduler
-                scheduler.prefix_leases.check()
-                if scheduler.prefix_cache is not None:
-                    scheduler.prefix_cache.check()
-
-    def _leftovers_of_front(self, front: ReplicaSet) -> list[str]:
-        slowed = {fault.replica for fault in self.scenario.faults if fault.kind == "slow"}
-        left = [
-            f"replica {replica.index} counts as slow, and is not"
-            for replica in front.snapshots()
-            if replica.is_slow and replica.index not in slowed
-        ]
-        left += self._leftovers_of_adapters(front)
-        return [*left, *self._leftovers_of_update(front), *self._leftovers_of_scaling(front), *leftovers_of_front(front)]
-
-    def _leftovers_of_adapters(self, front: ReplicaSet) -> Iterator[str]:
-        """An engine has the adapters that the front offers, and no others."""
-        for index, host in enumerate(self.hosts):
-            process = host.process
-            if process is not None and process.has_front and self.loop.time() >= process.hangs_until_s:
-                names = sorted(adapter.name for adapter in process.engine.core.adapters.loaded)
-                if names != sorted(front.adapters.loaded):
-                    yield f"engine {index} has the adapters {names}, and the front {sorted(front.adapters.loaded)}"
-
-    def _leftovers_of_scaling(self, front: ReplicaSet) -> Iterator[str]:
-        """Without requests no more replicas run than must, and those that are stopped have no engine."""
-        if self.scenario.min_replicas is None:
-            return
-        replicas = front.snapshots()
-        running = [r for r in replicas if not (r.is_stopped or r.is_standby or r.state in GONE)]
-        most = max(1, self.scenario.min_replicas, len({r.role for r in running}))
-        if len(running) > most:
-            yield f"{len(running)} replicas run, where {most} are enough"
-        for replica in replicas:
-            has_engine = any(host.process is not None and host.process.has_front for host in self.hosts_of[replica.index])
-            if replica.state == "stopped" and has_engine:
-                yield f"replica {replica.index} is stopped, and its engine runs"
-
-    def _leftovers_of_update(self, front: ReplicaSet) -> Iterator[str]:
-        if (progress := front.update_progress) is None:
-            return
-        weights = [client.fingerprint for client in front._replicas]
-        if progress.is_running:
-            yield "the update has not ended"
-        elif len(set(weights)) > 1 and "keeps the new weights" not in progress.error:
-            yield f"replicas have several weights: {', '.join(weights)}"
-        elif not progress.error and progress.num_updated < progress.num_replicas:
-            yield f"the update has ended with {progress.num_updated} replicas"
-
     def _observe(self, event: Event) -> None:
         self.network.digest.update(msgspec.msgpack.encode(event))
         if not isinstance(event, Stepped):
             self.events.append(event)
         elif self.scenario.copies_prefixes:
-            self._check_copies()
+            check_copies(self.hosts)
 
     def _note_exception(self, loop: asyncio.AbstractEventLoop, context: dict[str, object]) -> None:
         self.violations.append(f"an exception that nobody handled: {context.get('exception') or context['message']!r}")
-
-
-def answer_alone(simulation: _Simulation, shape: EngineShape) -> list[JobAnswer]:
-    """Returns what one engine alone answers without faults."""
-    engine = make_engine(shape, simulation.tokenizer, VirtualClock())
-    return answer_all(engine.core, simulation.answers)
-
-
-def answer_all(core: EngineCore, given: Sequence[JobAnswer]) -> list[JobAnswer]:
-    """Returns what an engine answers to the same requests, without deadlines."""
-    answers = [JobAnswer.to(answer.job, answer.request) for answer in given]
-    by_id = {answer.request.request_id: answer for answer in answers}
-    for answer in answers:
-        core.input_queue.put(Submit(msgspec.structs.replace(answer.request, timeout_s=1e9)))
-    while (outputs := core.step()) is not None:
-        for output in outputs.outputs:
-            by_id[output.request_id].take(output)
-    return answers

@@ -1,4 +1,4 @@
-"""Helper threads of a virtual engine: what they do is done in virtual time, by the thread of the event loop."""
+"""Helper threads of a virtual engine, run in virtual time by the event loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ T = TypeVar("T")
 
 
 class VirtualJob(Future[T]):
-    """A job of a helper thread. Who waits for it before it has begun has it done at once: nobody else could."""
+    """A job of a helper thread. Waiting for its result runs it at once: no other thread could."""
 
     def __init__(self, work: Callable[[], T]) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class VirtualThread(Executor):
         return job
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
-        """Does nothing: what was submitted is done, as by a thread that goes on."""
+        """Does nothing: submitted jobs are still run."""
 
 
 def at_once(_: str) -> VirtualThread:

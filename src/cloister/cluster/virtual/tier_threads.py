@@ -77,7 +77,7 @@ class _Job:
     Attributes:
         num_arrived: entries so far.
         measured: (bytes, seconds) of each tier.
-        given_up: nobody waits for it.
+        given_up: it was cancelled.
     """
 
     read: TierRead
@@ -126,7 +126,7 @@ class VirtualTierThreads:
 
     @property
     def num_open(self) -> int:
-        """Reads that somebody waits for."""
+        """Number of reads in progress."""
         return len(self._reads)
 
     def probe(self) -> list[tuple[int, float]]:

@@ -129,7 +129,7 @@ class LinkTransport:
             self._timer.cancel()
 
     async def close(self) -> str | None:
-        """Ends the session; the engine goes on, and aborts its requests."""
+        """Ends the session; the engine keeps running, and aborts its requests."""
         if self._link is None:
             return None
         self._host.send(self._session, encode_frame(self._link.reset()))

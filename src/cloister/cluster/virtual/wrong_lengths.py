@@ -1,4 +1,4 @@
-"""Predictions of lengths that are wrong on purpose: nothing may depend on them but times."""
+"""Length predictions that are wrong on purpose: only times may depend on them."""
 
 from __future__ import annotations
 

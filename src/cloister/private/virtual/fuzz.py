@@ -9,7 +9,9 @@ from typing import Final
 
 import msgspec
 
-from cloister.cluster.virtual.fuzz import describe_mistake, open_tokenizer, shrink_by, simplify_job
+from cloister.cluster.virtual.byte_tokenizer import open_tokenizer
+from cloister.cluster.virtual.scenario_files import describe_mistake
+from cloister.cluster.virtual.shrinking import shrink_by, simplify_job
 from cloister.cluster.virtual.simulation import RunOutcome
 from cloister.private.virtual.scenario import MOST_CLOCK_S, UnitScenario, draw_unit_scenario
 from cloister.private.virtual.simulation import run_unit_scenario

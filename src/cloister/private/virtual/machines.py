@@ -18,7 +18,8 @@ from cloister.cluster.replica_states import ClusterConfig
 from cloister.cluster.routers import ROUTERS, Router
 from cloister.cluster.routers.base import RouterContext
 from cloister.cluster.sealed_unit import DRAWN, SealedUnit, connect_engines
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine
+from cloister.cluster.virtual.engine import VirtualEngine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import EngineClient, RequestClient, SealedWorkerTransport
 from cloister.engine.supervision import Restarts, Supervision
 from cloister.kv import PrefixKeys

@@ -13,10 +13,13 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from cloister.cluster.virtual.checks import JobAnswer
-from cloister.cluster.virtual.engine import EngineShape, VirtualEngine, make_engine
+from cloister.cluster.virtual.engine import VirtualEngine, make_engine
+from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import STUCK
-from cloister.cluster.virtual.reference import are_right
-from cloister.cluster.virtual.simulation import RunOutcome, answer_all, make_request, prompt_of
+from cloister.cluster.virtual.job_requests import make_request, prompt_of
+from cloister.cluster.virtual.reference import match_program
+from cloister.cluster.virtual.simulation import RunOutcome
+from cloister.cluster.virtual.single_engine import answer_all
 from cloister.private.unit.carriers import LeaderCarriers, MemberCarriers
 from cloister.private.unit.pairing import CARRY
 from cloister.private.virtual.checks import RequestTrail, StatementSeen, check_trail, check_unit_answer
@@ -346,7 +349,7 @@ class _UnitRun:
         self.digest.update(_EVENT.pack(self.loop.time(), number) + what.encode())
 
     def _check_answers(self) -> None:
-        if are_right(self.answers, self.shape):
+        if match_program(self.answers, self.shape):
             expected = self.answers
         else:
             expected = answer_all(make_engine(self.shape, self.tokenizer, VirtualClock()).core, self.answers)

@@ -7,8 +7,8 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cloister.scheduler.budget import StepCost
 from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
+from cloister.scheduler.step_cost import StepCost
 from cloister.types.registry import Registry
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -90,7 +90,7 @@ class SchedulingPolicy:
         """Sort key inside a level; the last sequence is preempted first."""
         return sequence.request_state.order
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         """True if `victim` may be preempted so that `candidate` can start."""
         return False
 

@@ -1,8 +1,8 @@
 """Completely fair scheduling of sequences in time slices (Aqua, Vijaya Kumar et al. 2025, section 5). Pure.
 
-Every sequence has a count of the tokens that were generated for it. The one with the least goes first, and preempts one that
-has had a slice more. A new one starts equal to the one that has had least: in a burst everybody gets a first token after a
-slice or two of those who came before. Aqua's fast place for what is preempted is the prefix cache and a KV tier here
+Every sequence has a count of its generated tokens. The sequence with the lowest count goes first, and preempts one that is a
+slice ahead. A new sequence starts level with the lowest one, so in a burst each gets its first token after a slice or two of
+those before it. Preempted KV, which Aqua keeps in another GPU's memory, stays in the prefix cache and a KV tier here
 (`policies.preemptive`).
 """
 
@@ -24,15 +24,15 @@ CFS_THREAT = ThreatProfile(
 )
 
 SLICE_TOKENS = 32
-"""Tokens that a sequence generates before one with less may take its place. A start computes up to a block again: shorter
+"""Tokens that a sequence generates before one with fewer may preempt it. Each restart recomputes up to a block, so shorter
 slices cost more."""
 
 
 class _Share(PreemptionRecord):
-    """What a sequence has had.
+    """The service that a sequence has received.
 
     Attributes:
-        num_tokens: tokens generated for it, counted from where it started.
+        num_tokens: its generated tokens, plus the count at which it started.
     """
 
     __slots__ = ("num_tokens",)
@@ -44,7 +44,7 @@ class _Share(PreemptionRecord):
 
 @POLICIES.register("cfs", CFS_THREAT)
 class CompletelyFair(PreemptivePolicy):
-    """All sequences advance alike, a slice at a time."""
+    """All sequences advance equally, a slice at a time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class CompletelyFair(PreemptivePolicy):
         self._of(sequence).num_tokens += num_decode
 
     def _least(self) -> int:
-        """Returns where a new sequence starts: with the first of the slice in which the one is that has had least."""
+        """Returns the count at which a new sequence starts: the beginning of the slice of the lowest one."""
         active = list(self._view.running.values())
         if (first := self._queue.peek()) is not None:
             active.append(first)

@@ -2,9 +2,9 @@
 
 Each tenant has a counter of the work done for it. The tenant with the smallest counter goes first. A tenant that was idle
 starts at the virtual time: absence earns no credit, and neither does an engine that only one tenant used. It starts earlier
-only by the work that another tenant has in progress on several sequences at once, up to `burst`: virtual time is then a start
+only by the work that another tenant has in progress on several sequences at once, up to `BURST`: virtual time is then a start
 tag (start-time fair queueing, Goyal et al. 1996, section 2), so that a flood which holds every slot yields at once. A tenant's
-requests queued behind its first one count as well, up to `burst`, because nothing of a new flood is computed yet. They only put
+requests queued behind its first one count as well, up to `BURST`, because nothing of a new flood is computed yet. They only put
 tenants first that have received no more work: otherwise short requests under many names would overtake long ones.
 """
 
@@ -19,8 +19,12 @@ from cloister.scheduler.sequence import RequestState, SequenceRecord, Status
 
 DECODE_WEIGHT = 2.0
 """Work of a decoded token in prefill tokens (VTC, section 4.1)."""
+BURST = 16384.0
+"""Maximum work by which a running flood is set back, in prefill tokens."""
+QUANTUM = 2048.0
+"""A tenant that lags behind the leading one by more than this goes first, in prefill tokens."""
 _NUM_TURNS = 1024
-"""Tenants whose last turns of searches are remembered."""
+"""Number of tenants whose last turns of beam searches are remembered."""
 
 
 class _Tenant:
@@ -78,16 +82,9 @@ class _Tenant:
 
 @POLICIES.register("fair", PRIORITY_THREAT)
 class Fair(SchedulingPolicy):
-    """Fair sharing between tenants: a tenant that floods the engine delays only itself.
+    """Fair sharing between tenants: a tenant that floods the engine delays only itself."""
 
-    Args:
-        burst: most work by which a running flood may be set back, in prefill tokens.
-        quantum: a tenant that lags behind the leading one by more than this goes first.
-    """
-
-    def __init__(self, burst: float = 16384.0, quantum: float = 2048.0) -> None:
-        self._burst = burst
-        self._quantum = quantum
+    def __init__(self) -> None:
         self._tenants: dict[str, _Tenant] = {}
         self._floor = 0.0
         self._ahead: tuple[float, tuple[float, float]] | None = None
@@ -109,19 +106,18 @@ class Fair(SchedulingPolicy):
     def pop(self) -> SequenceRecord:
         sequence = self.peek()
         if sequence is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no sequence waits")
         self._tenant(sequence).dequeue()
         self._ahead = None
         return sequence
 
     def choose_search(self, held: Collection[RequestState]) -> RequestState:
-        """Tenants have turns: a search may be as long as it likes, so what a tenant lags by says little about the next one."""
+        """Tenants take turns: searches differ so much in length that a tenant's lag says little about its next one."""
         return min(held, key=lambda state: (self._turns.get(state.request.tenant, 0), state.order))
 
     def _note_turn(self, tenant: str) -> None:
-        """Notes that a search of a tenant is queued. A tenant keeps its turn while none of its searches waits: otherwise it
-        would be first again whenever it comes back. The oldest turn is forgotten first, and its tenant is among the first
-        anyway."""
+        """Notes that a tenant's search is queued. Turns outlive the searches: otherwise a tenant would be first again whenever
+        it comes back. Of too many turns the oldest is forgotten; its tenant is among the first anyway."""
         self._num_turns += 1
         self._turns.pop(tenant, None)
         self._turns[tenant] = self._num_turns
@@ -134,7 +130,7 @@ class Fair(SchedulingPolicy):
     def rank(self, sequence: SequenceRecord) -> tuple[float, int]:
         return self._tenant_of(sequence).counter, sequence.request_state.order
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         if self.level(candidate) >= self.level(victim):
             return False
         # It must still lag after its own start and the victim's restart are charged. Otherwise two tenants with long prompts
@@ -143,7 +139,7 @@ class Fair(SchedulingPolicy):
         ahead = loser.counter - winner.counter
         if len(loser.starts) > 1:
             ahead = max(ahead, self._committed(loser) - self._committed(winner))
-        return ahead > self._quantum + len(candidate.token_ids) + victim.num_planned
+        return ahead > QUANTUM + len(candidate.token_ids) + victim.num_planned
 
     def charge(self, sequence: SequenceRecord, num_prefill: int, num_decode: int) -> None:
         self._tenant_of(sequence).counter += num_prefill + DECODE_WEIGHT * num_decode
@@ -185,30 +181,28 @@ class Fair(SchedulingPolicy):
         """Returns the virtual time, at which an idle tenant starts."""
         self._survey()
         crowds = [t.crowd_start for t in self._tenants.values() if len(t.starts) > 1]
-        return min(self._floor, max(self._floor - self._burst, min(crowds, default=self._floor)))
+        return min(self._floor, max(self._floor - BURST, min(crowds, default=self._floor)))
 
     def _tenant_of(self, sequence: SequenceRecord) -> _Tenant:
         return self._tenants[sequence.request_state.request.tenant]
 
     def _committed(self, tenant: _Tenant) -> float:
-        """Returns its counter plus the prompt tokens queued behind its oldest request, up to `burst`.
+        """Returns its counter plus the prompt tokens queued behind its oldest request, up to `BURST`.
 
-        So a flood is ahead of others before anything of it is computed (as with start tags, where each request of a flood is
-        later by the work of those before it).
+        So a flood is ahead of others before anything of it is computed, as with start tags, where each request of a flood is
+        later by the work of those before it.
         """
-        return tenant.counter + min(self._burst, tenant.queued_behind)
+        return tenant.counter + min(BURST, tenant.queued_behind)
 
     def _lags(self, tenant: _Tenant) -> bool:
         done, (committed, counter) = self._survey()
-        if tenant.counter + self._quantum < done:
+        if tenant.counter + QUANTUM < done:
             return True
-        return self._committed(tenant) + self._quantum < committed and tenant.counter <= counter
+        return self._committed(tenant) + QUANTUM < committed and tenant.counter <= counter
 
     def _survey(self) -> tuple[float, tuple[float, float]]:
-        """Returns how far ahead the first tenant is: by work done, and by work done plus backlog.
-
-        The floor follows the last one.
-        """
+        """Returns how far the leading tenant is: by work done, and by work done plus backlog. Raises the floor to the counter
+        of the last tenant."""
         if self._ahead is None:
             active = [tenant for tenant in self._tenants.values() if tenant.is_active]
             done = max((tenant.counter for tenant in active), default=0.0)
@@ -221,5 +215,5 @@ class Fair(SchedulingPolicy):
         accumulate."""
         idle = [n for n, t in self._tenants.items() if not t.is_active]
         for name in idle:
-            if self._tenants[name].counter <= self._floor - self._burst:
+            if self._tenants[name].counter <= self._floor - BURST:
                 del self._tenants[name]

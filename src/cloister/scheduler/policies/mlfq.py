@@ -1,17 +1,16 @@
 """Skip-join multi-level feedback queue (FastServe, Wu et al. 2023, section 4.1). Pure; it takes `now`.
 
-A sequence starts in the level whose quantum covers computing its prompt, as the measured cost of steps predicts it, and sinks
-by one level whenever it has used a quantum. Quanta double from level to level, so short requests pass long ones without
-anybody knowing how long answers will be. A sequence of an upper level preempts one of a lower level where a slot or blocks are
-missing (`policies.preemptive`).
+A sequence starts in the level whose quantum covers the predicted time of its prompt, and sinks by one level whenever it has
+used a quantum. Quanta double from level to level, so short requests pass long ones without predicting the lengths of answers. A
+sequence of an upper level preempts one of a lower level if slots or blocks are missing (`policies.preemptive`).
 """
 
 from __future__ import annotations
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
 from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 MLFQ_THREAT = ThreatProfile(
@@ -28,16 +27,16 @@ MLFQ_THREAT = ThreatProfile(
 NUM_LEVELS = 16
 """The quantum of the last level is 32,768 times that of the first, which is one decode step."""
 PATIENCE = 16.0
-"""A sequence that has waited for so many quanta of its level rises by one. It then waits at most about 2 * PATIENCE times the
-work done for it until it is in the first level, where nobody new passes it."""
+"""A sequence that has waited for this many quanta of its level rises by one. It waits at most about 2 * PATIENCE times the work
+done for it until it is in the first level, where no new sequence passes it."""
 
 
 class _Place(PreemptionRecord):
-    """Where a sequence stands.
+    """The queue position of a sequence.
 
     Attributes:
-        used_s: work done for it in this level.
-        since_s: since when it waits in this level.
+        used_s: time used in this level.
+        since_s: time since when it has waited in this level.
     """
 
     __slots__ = ("level", "since_s", "used_s")
@@ -50,7 +49,7 @@ class _Place(PreemptionRecord):
 
 @POLICIES.register("mlfq", MLFQ_THREAT)
 class MultiLevelFeedbackQueue(PreemptivePolicy):
-    """Short requests first, without knowing which are short."""
+    """Short requests first, without predicted lengths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +92,7 @@ class MultiLevelFeedbackQueue(PreemptivePolicy):
         return next(covering, NUM_LEVELS - 1)
 
     def _raise_patient(self, level: int) -> None:
-        """Raises those of a level whose patience is over."""
+        """Raises sequences that have waited too long in a level."""
         queue, limit_s = self._queues[level], PATIENCE * self._quantum_of(level)
         while (sequence := queue.peek()) is not None and self._now - self._of(sequence).since_s > limit_s > 0.0:
             queue.pop()

@@ -1,6 +1,6 @@
-"""Waiting sequences in order of arrival, of which a policy may choose a later one. Pure.
+"""Policies that may admit a later sequence before an earlier one. Pure.
 
-Everybody who is overtaken counts it, so that a policy can bound how often that happens.
+Each sequence counts how often it was overtaken, so that a policy can bound it.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ MAX_PASSES = 64
 
 
 class WaitingRecord:
-    """What a policy notes about a sequence; policies add to it.
+    """A policy's record of a sequence; subclasses extend it.
 
     Attributes:
-        num_passes: later sequences that started before it.
+        num_passes: number of later sequences that started before it.
     """
 
     __slots__ = ("num_passes",)
@@ -44,11 +44,11 @@ class OvertakingPolicy(FirstComeFirstServed):
         raise NotImplementedError
 
     def new_record(self) -> WaitingRecord:
-        """Returns what is noted about a new sequence."""
+        """Returns the record of a new sequence."""
         return WaitingRecord()
 
     def record_of(self, sequence: SequenceRecord) -> WaitingRecord:
-        """Returns what is noted about a sequence."""
+        """Returns the record of a sequence."""
         if sequence.scheduling is None:
             sequence.scheduling = self.new_record()
         assert isinstance(sequence.scheduling, WaitingRecord)
@@ -67,7 +67,7 @@ class OvertakingPolicy(FirstComeFirstServed):
     def _pop(self) -> SequenceRecord:
         chosen = self.choose()
         if chosen is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no sequence waits")
         place = next(i for i, waiting in enumerate(self._waiting) if waiting is chosen)
         for passed in self._waiting[:place]:
             self.record_of(passed).num_passes += 1

@@ -1,12 +1,11 @@
-"""Policies that change who runs while requests wait. Pure.
+"""Policies that preempt running sequences for more urgent waiting ones. Pure.
 
-A step first has the decodes, then prompts in order of urgency, then what may be preempted: a few of the least urgent running
-sequences, and only while a more urgent one lacks a slot or blocks. So prompts delay no stream by more than they would in order
-of arrival.
+A step plans decodes first, then prompts in order of urgency, then preemptible sequences: a few of the least urgent running
+ones, and only while a more urgent one lacks a slot or blocks. So prompts delay no stream by more than in order of arrival.
 
-What is preempted keeps its KV in the prefix cache while there is room, then in a KV tier if the engine has one, which loads it
-beside the steps when the sequence is next; else it is computed again. A sequence that had to compute positions again is
-preempted only after as many new ones: all that is computed again is at most twice what was computed for the first time.
+A preempted sequence keeps its KV in the prefix cache while there is room, then in a KV tier, which loads it beside the steps
+when the sequence is next; else its KV is computed again. A sequence that had to compute positions again is preempted only after
+as many new ones, so that recomputation is at most twice the first computation.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from heapq import nlargest
 from cloister.scheduler.policies.base import EngineView, SchedulingPolicy
 from cloister.scheduler.sequence import SequenceRecord, Status
 
-MAX_EXPOSED = 4
-"""Sequences that one step may preempt for others' sake."""
+MAX_VICTIMS = 4
+"""Maximum number of sequences that one step may preempt for more urgent ones."""
 _LAST = 2**62
 
 
 class PreemptionRecord:
-    """What a policy notes about a sequence; policies add to it.
+    """A policy's record of a sequence; subclasses extend it.
 
     Attributes:
-        num_computed: positions computed so far, at most; computing them again after a preemption is not charged.
-        num_owed: positions that it computes before it may be preempted again.
+        num_computed: highest number of positions computed so far; computing them again after a preemption is not charged.
+        num_owed: positions to compute before it may be preempted again.
     """
 
     __slots__ = ("num_computed", "num_owed")
@@ -36,35 +35,35 @@ class PreemptionRecord:
 
 
 class PreemptivePolicy(SchedulingPolicy):
-    """Gives levels for what `urgency` says. Those who override a method that is not abstract call it."""
+    """Maps `urgency` to levels. Subclasses that override a concrete method must call it."""
 
     level_slack = None
 
     def __init__(self) -> None:
-        self._exposed: frozenset[int] = frozenset()
-        self._is_short = False
+        self._victims: frozenset[int] = frozenset()
+        self._lacks_capacity = False
 
     def attach(self, view: EngineView) -> None:
         self._view = view
 
     def urgency(self, sequence: SequenceRecord) -> int:
-        """Returns a class of urgency, smaller first; one of a smaller class may take the place of one of a larger class."""
+        """Returns a class of urgency, smaller first; a sequence of a smaller class may preempt one of a larger class."""
         raise NotImplementedError
 
     def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
-        """Returns what is noted about a new sequence."""
+        """Returns the record of a new sequence."""
         raise NotImplementedError
 
     def charge_new(self, sequence: SequenceRecord, start: int, end: int, num_decode: int) -> None:
         """Charges positions [start, end) that were computed for the first time, at most `num_decode` of them decodes."""
 
-    def may_lose(self, sequence: SequenceRecord) -> bool:
-        """Whether a running sequence may be preempted for another's sake."""
+    def is_preemptible(self, sequence: SequenceRecord) -> bool:
+        """Whether a running sequence may be preempted for a more urgent one."""
         record = self.record_of(sequence)
         return record.num_computed >= record.num_owed
 
     def record_of(self, sequence: SequenceRecord) -> PreemptionRecord:
-        """Returns what is noted about a sequence."""
+        """Returns the record of a sequence."""
         if sequence.scheduling is None:
             sequence.scheduling = self.new_record(sequence)
         assert isinstance(sequence.scheduling, PreemptionRecord)
@@ -83,28 +82,28 @@ class PreemptivePolicy(SchedulingPolicy):
 
     def begin_step(self, now: float) -> bool:
         running, first = self._view.running.values(), self.peek()
-        is_short = self._is_short or len(running) >= self._view.max_num_seqs
-        self._is_short = False
-        self._exposed = frozenset()
-        if is_short and first is not None:
+        lacks_capacity = self._lacks_capacity or len(running) >= self._view.max_num_seqs
+        self._lacks_capacity = False
+        self._victims = frozenset()
+        if lacks_capacity and first is not None:
             urgency = self.urgency(first)
-            choices = (s for s in running if self.urgency(s) > urgency and self.may_lose(s))
-            self._exposed = frozenset(s.seq_id for s in nlargest(MAX_EXPOSED, choices, key=self._order))
+            choices = (s for s in running if self.urgency(s) > urgency and self.is_preemptible(s))
+            self._victims = frozenset(s.seq_id for s in nlargest(MAX_VICTIMS, choices, key=self._order))
         return True
 
     def pass_over(self, sequence: SequenceRecord) -> bool:
-        self._is_short = True
+        self._lacks_capacity = True
         return False
 
     def level(self, sequence: SequenceRecord) -> int:
-        if sequence.seq_id in self._exposed:
+        if sequence.seq_id in self._victims:
             return _LAST  # also once it is preempted: this step must not plan it twice
         if sequence.status is Status.RUNNING and sequence.num_wanted <= 1:
             return 0
         return 1 + self.urgency(sequence)
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
-        return victim.seq_id in self._exposed and self.urgency(candidate) < self.urgency(victim)
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+        return victim.seq_id in self._victims and self.urgency(candidate) < self.urgency(victim)
 
     def _order(self, sequence: SequenceRecord) -> tuple[int, object]:
         return self.urgency(sequence), self.rank(sequence)

@@ -1,21 +1,21 @@
-"""Shortest prefill first, less what a request has waited (PrefillOnly, Du et al. 2025, section 6). Pure.
+"""Shortest prefill first, with aging (PrefillOnly, Du et al. 2025, section 6). Pure.
 
-Requests for a score, a vector or one token end with their prompt, so how long each will take is known: what the measured cost
-of steps predicts for its uncached tokens. The least of `T_prefill - FAIRNESS * T_queue` goes first. Both parts are taken anew
-before every choice: once a prefix was computed, requests that begin with it have become short, and run before it is evicted.
+Requests for a score, a vector or one token end with their prompt, so their time is known: the predicted time of their uncached
+tokens. The request with the least `T_prefill - FAIRNESS * T_queue` goes first. Both terms are updated before every choice: once
+a prefix is cached, requests that begin with it have become short, and run before it is evicted.
 
-Two requests wait equally long from then on, so one that arrived later goes first only if it is shorter by more than `FAIRNESS`
-times the difference of their arrivals. Hence nobody is passed by a request that arrived `T_prefill / FAIRNESS` after it.
+All requests age equally, so a later one goes first only if it is shorter by more than `FAIRNESS` times the difference of their
+arrivals. Hence no request is passed by one that arrived `T_prefill / FAIRNESS` after it.
 """
 
 from __future__ import annotations
 
 from heapq import nsmallest
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import MIN_SWEEP, POLICIES, EngineView, SchedulingPolicy
 from cloister.scheduler.policies.overtaking import WINDOW
 from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 PREFILL_ONLY_THREAT = ThreatProfile(
@@ -37,7 +37,7 @@ FAIRNESS = 0.01
 
 @POLICIES.register("prefill_only", PREFILL_ONLY_THREAT)
 class ShortestPrefillFirst(SchedulingPolicy):
-    """The shortest prefill first. A running one makes way for a shorter one inside the step; none is preempted for it.
+    """The shortest prefill first. A running prefill yields to a shorter one inside a step, but is not preempted.
 
     A choice looks up the prefixes of `WINDOW` sequences: those that would be next if nothing was cached.
     """
@@ -65,15 +65,15 @@ class ShortestPrefillFirst(SchedulingPolicy):
         return self._score(sequence, sequence.num_planned), sequence.request_state.order
 
     def level(self, sequence: SequenceRecord) -> int:
-        """Decodes are first. Running prefills are beside them, or behind the next waiting sequence if that is shorter."""
+        """Decodes come first, with running prefills unless the next waiting sequence is shorter than all of these."""
         makes_way = self._peek() is not None and self._chosen_score < self._best_running < float("inf")
         if sequence.status is Status.WAITING:
             return 1 if makes_way else 3
         return 2 if makes_way and sequence.num_wanted > 1 else 0
 
     def _score(self, sequence: SequenceRecord, num_done: int) -> float:
-        """Returns `T_prefill - FAIRNESS * T_queue`, less what is the same for all at one time. Nothing takes time before the
-        first step was measured."""
+        """Returns `T_prefill - FAIRNESS * T_queue`, up to a term that is equal for all sequences. `T_prefill` is 0 before the
+        first measured step."""
         size = StepSize().plus(num_done, max(1, len(sequence.token_ids) - num_done))
         return self._view.cost.predict(size) + FAIRNESS * sequence.request_state.arrival_s
 
@@ -81,7 +81,7 @@ class ShortestPrefillFirst(SchedulingPolicy):
         return self._score(sequence, self._view.count_cached(sequence)), sequence.request_state.order
 
     def _refill(self) -> None:
-        """Chooses anew among whom the next is chosen."""
+        """Refills the window of candidates."""
         self._waiting = [sequence for sequence in self._waiting if sequence.status is Status.WAITING]
         self._sweep_at = max(MIN_SWEEP, 2 * len(self._waiting))
         self._window = nsmallest(WINDOW, self._waiting, key=self.rank)
@@ -105,7 +105,7 @@ class ShortestPrefillFirst(SchedulingPolicy):
     def _pop(self) -> SequenceRecord:
         chosen = self._peek()
         if chosen is None:
-            raise IndexError("nobody waits")
+            raise IndexError("no sequence waits")
         self._waiting.remove(chosen)
         self._window.remove(chosen)
         self._chosen = None

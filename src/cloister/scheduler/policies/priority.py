@@ -36,5 +36,5 @@ class Priority(FirstComeFirstServed):
     def rank(self, sequence: SequenceRecord) -> tuple[float, int]:
         return sequence.request_state.deadline_s, sequence.request_state.order
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         return candidate.request_state.request.priority < victim.request_state.request.priority

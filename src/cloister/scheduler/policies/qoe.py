@@ -1,21 +1,21 @@
 """Scheduling by quality of experience (Andes, Liu et al. 2024). Pure; it takes `now`.
 
-A reader expects a first token soon and then tokens as fast as they read. The quality of experience of an answer is the area
-under the curve of tokens that were read over time, divided by the area under the expected curve (section 3). Tokens that come
-earlier than they can be read bring nothing, so a sequence that is ahead of its reader can pause. A few times a second the
-policy chooses which sequences run: those whose quality gains most over the next seconds for the KV that they hold (section 4:
-greedy packing by gain over context length). A sequence is preempted a bounded number of times, and the one that waited longest
-starts after a bounded number of others.
+A reader expects a first token soon and then tokens at reading speed. The quality of experience of an answer is the area under
+the curve of tokens read over time, divided by the area under the expected curve (section 3). Tokens that come before they can
+be read gain nothing, so a sequence that is ahead of its reader can pause. A few times a second the policy chooses which
+sequences run: those whose quality gains most over the next seconds per KV position (section 4: greedy packing by gain over
+context length). A sequence is preempted a bounded number of times, and the one that waited longest starts after a bounded
+number of others.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cloister.scheduler.budget import StepSize
 from cloister.scheduler.policies.base import POLICIES, OrderedQueue
 from cloister.scheduler.policies.preemptive import PreemptionRecord, PreemptivePolicy
 from cloister.scheduler.sequence import SequenceRecord, Status
+from cloister.scheduler.step_cost import StepSize
 from cloister.types.threat import Requirement, ThreatProfile
 
 QOE_THREAT = ThreatProfile(
@@ -39,15 +39,15 @@ HORIZON_S = 5.0
 INTERVAL_S = 0.2
 """Time between two choices."""
 MAX_PREEMPTIONS = 1
-"""Times that a sequence is preempted for others' sake (Andes, section 4.3, caps the average at 1)."""
+"""Maximum number of preemptions of a sequence for more urgent ones (Andes, section 4.3, caps the average at 1)."""
 MAX_PASSES = 64
-"""Number of others that start while one waits longest; then it is next."""
+"""Maximum number of others that start before the longest waiting sequence."""
 KV_SHARE = 0.9
-"""Part of the KV memory that a choice fills: the rest is for growth until the next one."""
+"""Part of the KV memory that a choice fills; the rest is for growth until the next choice."""
 
 
 class DeliveryTimeline:
-    """How far the reader of one answer has come.
+    """Progress of the reader of one answer.
 
     Attributes:
         num_read: tokens that were read, in fractions.
@@ -62,14 +62,14 @@ class DeliveryTimeline:
         self.num_read = self.read_area = 0.0
 
     def advance(self, now: float, num_delivered: int) -> None:
-        """Lets the reader read until `now` what was delivered before; from now on `num_delivered` tokens are there."""
+        """Lets the reader read tokens delivered before until `now`, then sets the number of delivered tokens."""
         if now > self._now:
             self.read_area, self.num_read = self._read(now - self._now, self._num_delivered)
             self._now = now
         self._num_delivered = num_delivered
 
     def _read(self, seconds: float, num_delivered: int) -> tuple[float, float]:
-        """Returns (area, tokens read) after so many seconds in which nothing is delivered."""
+        """Returns (area, tokens read) after `seconds` without deliveries."""
         reading_s = min(seconds, (num_delivered - self.num_read) / READING_SPEED)
         end = self.num_read + READING_SPEED * reading_s
         area = self.read_area + (self.num_read + end) / 2 * reading_s + end * (seconds - reading_s)
@@ -110,12 +110,12 @@ def measure_qoe(arrival_s: float, deliveries: Iterable[tuple[float, int]]) -> fl
 
 
 class _Reader(PreemptionRecord):
-    """What is noted about a sequence.
+    """A sequence's record.
 
     Attributes:
-        gain: gain in quality for each position of KV, when it was estimated last.
+        gain: last estimate of its gain in quality per position of KV.
         urgency: 1 if it was chosen to run, else 2; 0 if it is next whatever its gain.
-        is_preempted: it ran and does not now.
+        is_preempted: it waits after it ran.
     """
 
     __slots__ = ("gain", "is_preempted", "num_preempted", "timeline", "urgency")
@@ -131,7 +131,7 @@ class _Reader(PreemptionRecord):
 
 @POLICIES.register("qoe", QOE_THREAT)
 class QualityOfExperience(PreemptivePolicy):
-    """Those run whose readers gain most."""
+    """Runs the sequences whose readers gain most."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,8 +157,8 @@ class QualityOfExperience(PreemptivePolicy):
     def new_record(self, sequence: SequenceRecord) -> PreemptionRecord:
         return _Reader(sequence.request_state.arrival_s)
 
-    def may_lose(self, sequence: SequenceRecord) -> bool:
-        return self._of(sequence).num_preempted < MAX_PREEMPTIONS and super().may_lose(sequence)
+    def is_preemptible(self, sequence: SequenceRecord) -> bool:
+        return self._of(sequence).num_preempted < MAX_PREEMPTIONS and super().is_preemptible(sequence)
 
     def rank(self, sequence: SequenceRecord) -> tuple[float, int]:
         return -self._of(sequence).gain, sequence.request_state.order
@@ -171,15 +171,15 @@ class QualityOfExperience(PreemptivePolicy):
         self._of(sequence).is_preempted = True
 
     def _choose(self) -> None:
-        """Chooses who runs: fills slots and KV memory in order of gain."""
+        """Chooses which sequences run: fills slots and KV memory in order of gain."""
         self._waiting = {number: s for number, s in self._waiting.items() if s.status is Status.WAITING}
         running, waiting = list(self._view.running.values()), list(self._waiting.values())
         rate = self._predict_rate(running)
         for sequence in (*running, *waiting):
             self._estimate(sequence, rate)
         num_slots, num_tokens = self._view.max_num_seqs, KV_SHARE * self._view.num_kv_tokens
-        fixed = [s for s in running if not self.may_lose(s)]
-        free = sorted((*(s for s in running if self.may_lose(s)), *waiting), key=self.rank)
+        fixed = [s for s in running if not self.is_preemptible(s)]
+        free = sorted((*(s for s in running if self.is_preemptible(s)), *waiting), key=self.rank)
         if waiting and self._num_passes >= MAX_PASSES:
             oldest = self._oldest()
             free.remove(oldest)
@@ -197,12 +197,12 @@ class QualityOfExperience(PreemptivePolicy):
             self._queue.push(sequence)
 
     def _predict_rate(self, running: list[SequenceRecord]) -> float:
-        """Returns the tokens per second of a sequence that runs, as far as steps were measured."""
+        """Returns the predicted tokens per second of a running sequence; the reading speed before the first measurement."""
         step_s = self._view.cost.predict(StepSize().plus_decodes([s.num_planned for s in running] or [0]))
         return 1.0 / step_s if step_s > 0.0 else READING_SPEED
 
     def _estimate(self, sequence: SequenceRecord, rate: float) -> None:
-        """Notes what running would gain for each position of KV."""
+        """Estimates a sequence's gain from running, per position of KV."""
         reader, length = self._of(sequence), len(sequence.token_ids)
         num_missing = length - sequence.num_planned if sequence.status is Status.RUNNING else length
         delay_s = self._view.cost.predict(StepSize().plus(length - num_missing, num_missing)) if num_missing > 1 else 0.0
@@ -224,7 +224,7 @@ class QualityOfExperience(PreemptivePolicy):
         reader.num_preempted += reader.is_preempted
         reader.is_preempted = False
         self._estimate(sequence, self._predict_rate(list(self._view.running.values())))
-        reader.urgency = 2  # it preempts nobody before it was chosen
+        reader.urgency = 2  # it preempts none before it was chosen
         self._waiting[sequence.seq_id] = sequence
         self._queue.push(sequence)
 

@@ -1,9 +1,9 @@
-"""Requests pass one that does not fit into memory, until what they hold would do for it (FlashGen-Sched, Jeong and Ahn 2025,
-section 4.2). Pure.
+"""Requests pass one that does not fit into memory, until the memory that they hold would suffice for it (FlashGen-Sched, Jeong
+and Ahn 2025, section 4.2). Pure.
 
-Arrival decides. While the first waiting sequence lacks blocks or slots, later ones that fit start in the free memory; one whose
-prefix is on the device already needs less, and fits sooner. As soon as free memory and what those hold together suffice for
-the one that they passed, they are preempted for it. A bounded number may pass one.
+Order is by arrival. While the first waiting sequence lacks blocks or slots, later ones that fit start in the free memory; one
+with a cached prefix needs less. As soon as the free memory and that of the later ones suffice for the first, they are preempted
+for it. A bounded number may pass one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ NUM_TRIES = 8
 
 
 class _Place(WaitingRecord):
-    """Where a sequence stands.
+    """A sequence's record.
 
     Attributes:
         has_passed: it started while an earlier one waited.
@@ -68,12 +68,12 @@ class Reorder(OvertakingPolicy):
         return has_slot and len(self._tried) < NUM_TRIES and self.choose() is not None
 
     def level(self, sequence: SequenceRecord) -> int:
-        """1 for those that have passed, or would pass, one that still waits."""
+        """1 for sequences that have passed, or would pass, one that still waits."""
         first = self._first()
         has_passed = sequence.status is Status.WAITING or self._of(sequence).has_passed
         return int(has_passed and first is not None and order_of_arrival(sequence) > order_of_arrival(first))
 
-    def displaces(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
+    def may_preempt(self, candidate: SequenceRecord, victim: SequenceRecord) -> bool:
         if candidate is not self._first() or not self.level(victim):
             return False
         if self._freed is None or self._freed[0] != candidate.seq_id:

@@ -15,14 +15,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation.acceptance_rates import AcceptanceRates
 from cloister.scheduler.speculation.allocation import Allocation, Proposal
 from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
 from cloister.scheduler.speculation.draft_times import DraftTimes
-from cloister.scheduler.speculation.sequence_stats import MOST_SAVED, TRIAL_SHARE, WATCHED, SequenceStats
+from cloister.scheduler.speculation.sequence_stats import MAX_SAVED, TRIAL_SHARE, WATCHED, SequenceStats
 from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 from cloister.types.threat import Requirement, ThreatProfile
 
@@ -45,7 +45,7 @@ SHARED_DECAY: Final = 0.99
 """Decay of the counts of all sequences: about a hundred drafts are remembered."""
 MARGIN: Final = 1.02
 """Minimum expected speedup of drafts, so that noise does not decide."""
-DOUBTED: Final = 0.8
+COST_DECAY: Final = 0.8
 """Factor on the assumed cost of drafters and verification steps, applied each time a sequence cannot pay for a trial with the
 most time that it may save."""
 FIRST_DRAFT: Final = 0.5
@@ -62,10 +62,10 @@ DECISION_S: Final = (20e-6, 5e-6)
 DECISION_SHARE: Final = 0.005
 """Measured time of a decision and of each sequence in it, and the share of time that decisions may take. It may double when
 there is new information."""
-LEAST_STEPS: Final = 2
-MOST_STEPS: Final = 32
+MIN_STEPS: Final = 2
+MAX_STEPS: Final = 32
 """Fewest and most steps for which a decision stays in force."""
-MOST_EVERY_STEP: Final = 16
+SEQUENCES_PER_STEP: Final = 16
 """For each of this many further sequences, a decision stays in force one step longer."""
 FIRST_STEPS: Final = 16
 """Number of first steps of an engine after each of which it may decide again: it begins with guesses."""
@@ -77,7 +77,7 @@ PLAIN_RETRY: Final = 2
 """The same until such a step was measured; all so far may have contained prompts."""
 GROWTH: Final = 2
 """Largest ratio of a step's rows to the most rows measured so far."""
-MOST_ROWS: Final = 256
+MAX_ROWS: Final = 256
 """Most drafts considered for one step, over all sequences; limits the time of a decision."""
 
 
@@ -163,21 +163,21 @@ class AdaptiveSpeculation:
         since = self._num_steps - self._last_decision
         self._last_decision = self._num_steps
         for stats in all_stats:
-            stats.pass_time(plain_s / num * since, plain_s)
+            stats.accrue(plain_s / num * since, plain_s)
         self._num_since_plain += since
         is_known = self._plain_times.is_known(num)
         if plain_s <= 0.0 or self._num_since_plain >= (PLAIN_EVERY if is_known else PLAIN_RETRY):
-            return self._rest(all_stats)
+            return self._skip_drafts(all_stats)
         floor = num / plain_s
         self._rate = max(self._rate, floor)
-        most = max(2, MOST_ROWS // num)
+        most = max(2, MAX_ROWS // num)
         proposals = []
         for index, (sequence, stats) in enumerate(zip(sequences, all_stats, strict=True)):
             proposal = None if stats.trial else self._propose(stats, sequence, attention, most)
             if proposal is not None:
                 proposal.index = index
                 proposals.append(proposal)
-        num_left = min(num_left, GROWTH * max(self._times.most_rows, self._plain_times.most_rows) - num)
+        num_left = min(num_left, GROWTH * max(self._times.max_rows, self._plain_times.max_rows) - num)
         allocation = Allocation(num, plain_s, self._times, attention, self._draft_times)
         rate = allocation.fill(proposals, self._rate, num_left)
         is_worth = rate > MARGIN * floor
@@ -187,16 +187,16 @@ class AdaptiveSpeculation:
         self._num_asked = self._apply(all_stats, proposals if is_worth else [])
         self._try(sequences, all_stats, num_left, attention)
         self._idle_s = 0.0 if self._num_asked else self._idle_s + plain_s * since
-        if self._idle_s * TRIAL_SHARE > MOST_SAVED * plain_s:
+        if self._idle_s * TRIAL_SHARE > MAX_SAVED * plain_s:
             self._idle_s = 0.0
-            self._doubt(self._drafters)  # answers may be too short to save up for a trial
+            self._lower_costs(self._drafters)  # answers may be too short to save up for a trial
         return [stats.decision for stats in all_stats]
 
     def _plan_decisions(self, num: int, plain_s: float) -> None:
         """Sets when to decide again: so that decisions take a small share of the time, and sooner with new information."""
         first, each = DECISION_S
-        least = LEAST_STEPS + num // MOST_EVERY_STEP if self._num_steps > FIRST_STEPS else 1
-        interval = min(int((first + each * num) / plain_s / DECISION_SHARE), MOST_STEPS)
+        least = MIN_STEPS + num // SEQUENCES_PER_STEP if self._num_steps > FIRST_STEPS else 1
+        interval = min(int((first + each * num) / plain_s / DECISION_SHARE), MAX_STEPS)
         self._news_interval = max(least, interval // 2)
         self._next_decision = self._num_steps + max(least, interval)
         if self._num_quick:
@@ -313,15 +313,15 @@ class AdaptiveSpeculation:
                 stats.saved_s -= loss_s
                 stats.trial, stats.trial_size = name, size
                 return self._hold_trial(stats, is_watched=now.is_watched) - now.num_drafts
-        if stats.saved_s >= MOST_SAVED * self._plain_s:  # at that cost it will never be tried
-            self._doubt((name,))
+        if stats.saved_s >= MAX_SAVED * self._plain_s:  # at that cost it will never be tried
+            self._lower_costs((name,))
         return 0
 
-    def _doubt(self, names: Iterable[str]) -> None:
+    def _lower_costs(self, names: Iterable[str]) -> None:
         """Lowers the estimated cost of these drafters and of verification steps."""
-        self._times.doubt(DOUBTED)
+        self._times.lower(COST_DECAY)
         for name in names:
-            self._draft_times[name].doubt(DOUBTED)
+            self._draft_times[name].lower(COST_DECAY)
 
     def _hold_trial(self, stats: SequenceStats, *, is_watched: bool) -> int:
         """Runs the trial of a sequence, or lets its drafter observe first; returns the number of requested drafts."""
@@ -387,7 +387,7 @@ class AdaptiveSpeculation:
             self._num_quick = NUM_QUICK
         return stats
 
-    def _rest(self, all_stats: list[SequenceStats]) -> list[DraftDecision]:
+    def _skip_drafts(self, all_stats: list[SequenceStats]) -> list[DraftDecision]:
         """Disables drafts for one step; drafters that observed still do."""
         self._next_decision = self._num_steps + 1
         self._num_asked = 0

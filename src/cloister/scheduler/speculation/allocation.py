@@ -15,7 +15,7 @@ from typing import Final
 from cloister.scheduler.speculation.draft_times import DraftTimes
 from cloister.scheduler.speculation.step_times import AttentionCost, StepTimes, bucket_of
 
-LEAST_RATE: Final = 0.02
+MIN_RATE: Final = 0.02
 """Minimum acceptance rate of drafts that are considered."""
 NUM_MARGINAL: Final = 4
 """Number of rows over which the marginal cost is first averaged: a single time may be an outlier."""
@@ -82,7 +82,7 @@ class Allocation:
             tokens = 1.0
             for position in range(proposal.max_drafts):
                 rate = proposal.rates[position]
-                if rate < LEAST_RATE:
+                if rate < MIN_RATE:
                     break
                 candidates.append((own - rate / tokens, position, number))
                 tokens += proposal.proposed[position] * rate

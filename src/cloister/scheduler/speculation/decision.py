@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 
 STRIDE: Final = 16
 """After this many calls only every n-th is recorded: the fit takes longer than a drafter's search."""
 NUM_UNSURE: Final = 3
-MOST_RATIO: Final = 3.0
+MAX_RATIO: Final = 3.0
 """After this many calls, one that takes this multiple of the predicted time is an outlier."""
 NUM_BELIEVED: Final = 5
 """After this many outliers in a row the model is reset to the shortest of them."""
@@ -47,7 +47,7 @@ class DraftTimes:
         depth = -(-num_drafts // num_sequences)
         if self._num_calls <= NUM_UNSURE:
             elapsed_s = min(elapsed_s, max(most_s, 1e-6))
-        elif elapsed_s > MOST_RATIO * self.predict(num_sequences, num_drafts, depth):
+        elif elapsed_s > MAX_RATIO * self.predict(num_sequences, num_drafts, depth):
             self._late_s.append(elapsed_s)
             if len(self._late_s) < NUM_BELIEVED:
                 return
@@ -61,7 +61,7 @@ class DraftTimes:
         in_row, each, sequence = (value * unit for value, unit in zip(others, _UNITS, strict=True))
         self.terms = (call, in_row, each, sequence)
 
-    def doubt(self, share: float) -> None:
+    def lower(self, share: float) -> None:
         """Lowers an estimate that is so high that the drafter would never be called and measured again."""
         call, in_row, each, sequence = self.terms
         self.terms = (call * share, in_row * share, each * share, sequence * share)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cloister.scheduler.budget import StepCost, StepSize
 from cloister.scheduler.sequence import SequenceRecord
 from cloister.scheduler.speculation.decision import NO_DRAFTS, DraftDecision, DrafterLimits
+from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.types.step import Sample
 
 

@@ -12,9 +12,9 @@ WATCHED: Final = DraftDecision(is_watched=True)
 TRIAL_SHARE: Final = 0.008
 """Exploration budget: share of a sequence's time for drafts that are expected to lose. A sequence that gains nothing is 0.8%
 slower."""
-MOST_SAVED: Final = 1.0
+MAX_SAVED: Final = 1.0
 """Upper limit of the time saved for trials, in steps."""
-MOST_UNPROVEN: Final = 0.4
+MAX_UNPROVEN: Final = 0.4
 """Time that a sequence's drafts may take before the first one is accepted, relative to its share of a step's time."""
 
 
@@ -43,14 +43,14 @@ class SequenceStats:
     was_longer: bool = False
     last_asked: dict[str, int] = field(default_factory=dict)
 
-    def pass_time(self, took_s: float, plain_s: float) -> None:
+    def accrue(self, took_s: float, plain_s: float) -> None:
         """Adds to the time saved for trials.
 
         Args:
             took_s: this sequence's share of the elapsed time.
             plain_s: time of a step without drafts.
         """
-        self.saved_s = min(self.saved_s + TRIAL_SHARE * took_s, MOST_SAVED * plain_s)
+        self.saved_s = min(self.saved_s + TRIAL_SHARE * took_s, MAX_SAVED * plain_s)
         self.unproven_s = max(0.0, self.unproven_s - TRIAL_SHARE * took_s)
 
     def bound(self, most: int, share_s: float, row_s: float) -> int:
@@ -62,4 +62,4 @@ class SequenceStats:
         """
         if self.is_proven:
             return most
-        return min(most, int(max(0.0, MOST_UNPROVEN * share_s - self.unproven_s) / max(row_s, 1e-9)))
+        return min(most, int(max(0.0, MAX_UNPROVEN * share_s - self.unproven_s) / max(row_s, 1e-9)))

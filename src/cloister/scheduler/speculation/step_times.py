@@ -12,9 +12,9 @@ from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Final
 
-from cloister.scheduler.budget import StepCost, StepSize
+from cloister.scheduler.step_cost import StepCost, StepSize
 
-LEAST_WEIGHT: Final = 0.03
+MIN_WEIGHT: Final = 0.03
 """Weight of a new time in the mean of a bucket with many measurements: about 30 steps are remembered."""
 NUM_SURE: Final = 64
 STRIDE: Final = 4
@@ -25,7 +25,7 @@ NUM_FIRST: Final = 4
 """The shortest of this many first times is used: other programs only slow steps down."""
 UP: Final = 1.1
 """Largest ratio of any further time."""
-LEAST_RATIO: Final = 0.25
+MIN_RATIO: Final = 0.25
 """Lower limit of the factor by which less attention reduces a time."""
 
 _WIDTHS = ((16, 1), (32, 2), (64, 4), (1 << 30, 8))
@@ -75,7 +75,7 @@ class AttentionCost:
         """Returns a bucket's time, adjusted to the attention of a step with this many rows."""
         more = rows - self.num
         attended, read = self.attended + more * self.context - point.attended, self.read + more - point.read
-        return max(point.time_s + self.key_s * attended + self.read_s * read, LEAST_RATIO * point.time_s)
+        return max(point.time_s + self.key_s * attended + self.read_s * read, MIN_RATIO * point.time_s)
 
 
 class StepTimes:
@@ -92,7 +92,7 @@ class StepTimes:
         self._num_steps = 0
 
     @property
-    def most_rows(self) -> int:
+    def max_rows(self) -> int:
         """Rows of the largest step that was measured; 0 if none was."""
         return self._rows[-1] if self._rows else 0
 
@@ -128,12 +128,12 @@ class StepTimes:
         moved_s = attention.move(point, rows)
         ratio = min(elapsed_s / moved_s, UP)
         is_shortest = ratio < 1.0 and point.num_times <= NUM_FIRST
-        weight = 1.0 if is_shortest else max(LEAST_WEIGHT, 1.0 / point.num_times)
+        weight = 1.0 if is_shortest else max(MIN_WEIGHT, 1.0 / point.num_times)
         point.time_s = (point.time_s + weight * (moved_s - point.time_s)) * (1.0 + weight * (ratio - 1.0))
         point.attended += weight * (attention.attended - point.attended)
         point.read += weight * (attention.read - point.read)
 
-    def doubt(self, share: float) -> None:
+    def lower(self, share: float) -> None:
         """Lowers estimates with few measurements, which may all be outliers."""
         for point in self._points:
             if point.num_times < NUM_FIRST:
@@ -142,7 +142,7 @@ class StepTimes:
     def predict(self, rows: float, attention: AttentionCost) -> float:
         """Returns the predicted seconds of a step with this many rows, including drafts; 0 if nothing was measured."""
         known, plain = self._rows, self._plain
-        if plain is None or not plain.most_rows:
+        if plain is None or not plain.max_rows:
             return self._interpolate(rows, attention)
         if not known:
             return plain.predict(rows, attention)

@@ -1,4 +1,4 @@
-"""Ends a process whose event loop stands still: a call that blocks waits for a reply that never comes."""
+"""Watchdog that ends a process whose event loop is blocked by a call that does not return."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ from typing import Final
 _LOOK_S: Final = 0.5
 
 
-class LoopWatch(threading.Thread):
-    """Ends this process, and prints where it was, when `beat` has not run for a time in its event loop.
+class LoopWatchdog(threading.Thread):
+    """Prints the stacks of this process and ends it when `beat` has not run in its event loop for `patience_s`.
 
     Args:
-        patience_s: that time. One in which the whole process was stopped does not count.
+        patience_s: time that does not include suspensions of the whole process.
     """
 
     def __init__(self, patience_s: float) -> None:
-        super().__init__(name="event loop's watch", daemon=True)
+        super().__init__(name="event loop watchdog", daemon=True)
         self._patience_s = patience_s
         self._silent_s = 0.0
 
     async def beat(self) -> None:
-        """Says again and again that the loop turns. Never returns."""
+        """Resets the timer periodically; runs until it is cancelled."""
         while True:
             self._silent_s = 0.0
             await asyncio.sleep(_LOOK_S)
