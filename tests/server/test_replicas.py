@@ -305,7 +305,7 @@ def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, 
     assert [each["state"] for each in json.loads(out)["data"]] == ["drained", "running"]
     status, out, err = run(capsys, "drain", "1", two.url)
     assert status == 1
-    assert err == "error: no other replica is left; return one of them first\n"
+    assert err == "error: no other replica is left; return a drained one first\n"
     assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 gets requests again\n")
     assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 was not drained: it gets requests as before\n")
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
@@ -365,7 +365,7 @@ def test_a_table_without_load_says_that_the_profile_withholds_it(
         status, out, err = run(capsys, "status", server.url, "--api-key-file", str(file))
     assert status == 0
     assert out.count("running") == 2
-    assert "the profile shows no load" in err
+    assert "the server's profile hides the load of its replicas" in err
 
 
 def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path) -> None:

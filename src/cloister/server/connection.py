@@ -241,7 +241,7 @@ class Connection(H11Protocol):
         if type(self)._num_lingering >= MAX_LINGERING:
             self.transport.abort()
             return
-        error = OverloadedError("This server has as many connections as it takes; try again in a moment.")
+        error = OverloadedError("This server has reached its limit of connections; try again in a moment.")
         self._refuse(error, b"Service Unavailable")
 
     def _refuse(self, error: CloisterError, reason: bytes) -> None:

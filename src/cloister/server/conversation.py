@@ -114,7 +114,9 @@ def _tool(function: FunctionSpec, path: str) -> Tool:
 
 def _json_rule(answer: Grammar) -> str:
     if answer.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
-        raise invalid("An answer in a form other than JSON cannot call; set `tool_choice` to none or required.", "tool_choice")
+        raise invalid(
+            "An answer in a form other than JSON cannot call tools; set `tool_choice` to none or required.", "tool_choice"
+        )
     return json_value(json.loads(answer.source or '{"type": "object"}'))
 
 
@@ -264,7 +266,7 @@ class ChatFormat:
             return []
         if self.images is None:
             raise invalid(
-                "`messages` has an image, and what is served here reads text only.", "messages", "unsupported_parameter"
+                "`messages` has an image, but what is served here reads text only.", "messages", "unsupported_parameter"
             )
         return self.images.read(urls)
 

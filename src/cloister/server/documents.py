@@ -77,7 +77,7 @@ def weigh_documents(prompt: DocumentPrompt, temperature: float | None, scale: fl
     documents = msgspec.structs.replace(prompt.documents, temperature=temperature or 1.0, scale=scale or 1.0)
     if documents.has_weights and not model.weighs_documents:
         name = "documents_temperature" if documents.temperature != 1.0 else "documents_scale"
-        raise invalid("This back end cannot weigh documents; leave it out, or serve with the native back end.", name)
+        raise invalid("This back end cannot weigh documents; leave the field out, or serve with the native back end.", name)
     return replace(prompt, documents=documents)
 
 

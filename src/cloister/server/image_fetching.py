@@ -158,7 +158,7 @@ class _TooLongError(Exception):
 
 async def _read(reply: httpx.Response, most: int) -> bytes:
     if reply.status_code != 200 or reply.headers.get("content-encoding", "identity") != "identity":
-        raise ValueError("the reply is no file")
+        raise ValueError("the reply is not a file")
     if (length := reply.headers.get("content-length", "")).isdecimal() and int(length) > most:
         raise _TooLongError
     parts = bytearray()

@@ -212,7 +212,7 @@ class ImageReader:
         found = _DATA_URL.match(url)
         if found is None:
             elsewhere = "this server fetches no images from elsewhere" if self.fetcher is None else "others begin with https://"
-            raise refusal(number, f"is no data URL of an image in base64; {elsewhere}")
+            raise refusal(number, f"is not a data URL of an image in base64; {elsewhere}")
         if (len(url) - found.end()) * 3 // 4 > MAX_IMAGE_BYTES:
             raise refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
         try:

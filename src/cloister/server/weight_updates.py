@@ -24,8 +24,8 @@ def check_weights(reader: PromptReader, model: str) -> None:
         raise invalid(error.message, "model") from None
     if other:
         raise invalid(
-            f"{model} has another {' and another '.join(other)} than the model that is served, and this server has read "
-            "requests by that; start another server for it, and send requests there",
+            f"{model} has another {' and another '.join(other)} than the served model, which this server has used to read "
+            "requests; start another server for it, and send requests there",
             "model",
         )
 

@@ -185,7 +185,7 @@ def _in_words() -> Iterator[None]:
         if error.errno in _FULL:
             raise StorageFullError("The server's disk is full; try again later, or tell its operator.") from None
         raise CloisterError(
-            f"The server's disk refuses ({error.strerror}); tell its operator.", code="storage_failed"
+            f"The server cannot write to its disk ({error.strerror}); tell its operator.", code="storage_failed"
         ) from None
 
 

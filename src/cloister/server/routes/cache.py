@@ -19,8 +19,8 @@ from cloister.types.events import CacheUsage
 from cloister.types.scope import ScopeKind
 
 NO_ANSWER: Final = (
-    "no engine said in time what it has cached; ask again in a few seconds. What was to be dropped is dropped before the next "
-    "request is read, or has ended with its engine"
+    "no engine reported in time what it has cached; ask again in a few seconds. What was to be dropped is dropped "
+    "before the next request is read, or ended with its engine"
 )
 
 router = RouteTable()

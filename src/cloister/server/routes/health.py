@@ -115,5 +115,5 @@ async def report_tenants(request: Request) -> Response:
     state.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})
     state.reader.gate.check_operator(admission_of(request))
     if state.calls.tenants is None:
-        raise NotFoundError("This server asks for no API keys, so it knows of no tenants.", code="no_tenants")
+        raise NotFoundError("This server uses no API keys, so it knows no tenants.", code="no_tenants")
     return json_response(state.calls.tenants.report())
