@@ -73,7 +73,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     kv_pool = None if boot.kv_pool is None else (descriptors.pop(), boot.kv_pool)
     unit_ends = [] if boot.kv_unit is None else [socket.socket(fileno=fd) for fd in descriptors[-NUM_DESCRIPTORS:]]
     descriptors = descriptors[: len(descriptors) - len(unit_ends)]
-    stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody near asks for stacks (`cluster.remote.host`)
+    stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody here asks for stacks (`cluster.remote.host`)
     for stacks_fd in stacks_fds:
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     set_up(boot)

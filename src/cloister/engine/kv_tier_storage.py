@@ -84,7 +84,7 @@ class TierSetting:
 
     @classmethod
     def parse(cls, setting: str) -> TierSetting:
-        """Raises ConfigError if the setting contradicts the tier."""
+        """Raises ConfigError if the setting cannot be read."""
         name, _, rest = setting.partition(":")
         KV_TIERS.get(name)
         path, comma, size = rest.rpartition(",")

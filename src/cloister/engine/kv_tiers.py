@@ -237,7 +237,8 @@ class EngineTiers:
 
     def _finish(self, arrival: TierArrival, now: float, *, is_complete: bool) -> None:
         for index, (num_bytes, elapsed_s) in zip(self.tiers.indexes, arrival.measured, strict=True):
-            if num_bytes and arrival.read.restore is None:  # else it is known when both sides have met, and so is what it saved
+            # of a restore from both sides, this and the saved time are known when the sides have met
+            if num_bytes and arrival.read.restore is None:
                 index.learn(num_bytes, elapsed_s)
         if arrival.read.request_id == TRIAL:
             self._restores.is_trying = False

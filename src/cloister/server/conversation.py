@@ -202,7 +202,7 @@ class ChatFormat:
 
         Args:
             grammar: grammar that the client requests for the answer.
-            model: what is to read it, and may encode documents separately; None to count tokens only.
+            model: the model that will read it, and may encode documents separately; None to count tokens only.
             num_links: link tokens that its adapter has for each document.
 
         Raises:
@@ -253,7 +253,7 @@ class ChatFormat:
         """Decodes the images of a conversation.
 
         Raises:
-            InvalidRequestError: there are some, and none are taken, or one cannot be used.
+            InvalidRequestError: the model takes no images, or one cannot be used.
         """
         urls = [
             part.image_url.url
@@ -297,7 +297,7 @@ class ChatFormat:
             return {"reasoning_effort": effort}
         if self.template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none"}
-        if (effort == "none") == (self.marks is not None):  # else the model does what is asked, switch or not
+        if (effort == "none") == (self.marks is not None):  # otherwise the model behaves as requested, with or without a switch
             _ignore("reasoning_effort")
         return {}
 

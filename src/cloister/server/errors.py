@@ -93,7 +93,7 @@ def error_body(error: CloisterError) -> bytes:
 
 
 def error_headers(error: CloisterError) -> dict[str, str]:
-    """Returns the headers that belong to an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
+    """Returns the headers of an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
     if isinstance(error, QueueFullError | RateLimitError):
         return {"retry-after": str(math.ceil(error.retry_after_s))}
     if error.status == 503:

@@ -200,7 +200,7 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
         if starting.done():
             return starting.result()
         starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)  # what kept it from starting does not matter any more
+        await asyncio.gather(starting, return_exceptions=True)  # what kept it from starting no longer matters
         return None
     finally:
         stopping.cancel()
