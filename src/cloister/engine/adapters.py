@@ -22,8 +22,12 @@ from cloister.types.errors import (
 from cloister.types.events import AdapterReply, FrontMessage, LoadAdapter, UnloadAdapter
 from cloister.types.request import AdapterInfo
 
-_LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
-_STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
+_LATE: Final = (
+    "the adapter was not ready in time; an adapter that is being unloaded goes when the requests that use it have ended"
+)
+_STILL_LOADING: Final = (
+    "the engine is still loading this adapter for an earlier call that gave up, and will then unload it; try again later"
+)
 CHANGING: Final = "an adapter of this name is being loaded or unloaded by another call; try again when that has ended"
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"

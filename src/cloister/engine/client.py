@@ -65,7 +65,7 @@ NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 UNSTARTABLE: Final = "the engine ended and cannot be started again; the log says why"
-BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
+BROKEN: Final = "the engine died too often and is no longer restarted; the log says why it died"
 STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 HOLD_KV_S: Final = 15.0
@@ -560,8 +560,8 @@ class EngineClient(RequestClient):
             self._transport.kill()
             await self._transport.close()
             raise EngineError(
-                f"it started again with other weights or formats ({ready.model.fingerprint}, not {before}), and answers "
-                "would go on with them. Put the files of the model back, or restart the server"
+                f"it started again with other weights or formats ({ready.model.fingerprint}, not {before}), with which "
+                "answers must not continue. Put the files of the model back, or restart the server"
             )
         self._introduce(ready)
         self._watchdog.restart(self._clock.now())

@@ -183,7 +183,7 @@ class ForkServer:
         async with self._lock:
             self._count_crashes()
             if self._template is not dead:
-                return  # an engine has needed another one, or none is needed any more
+                return  # an engine has needed another one, or none is needed any longer
             _logger.warning("the template of engines has died; it is replaced")
             await self._end_template()
             if not self.num_users or not (self._engines or self._keeps_template):

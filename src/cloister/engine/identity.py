@@ -117,7 +117,7 @@ def read_peer(certificate: str) -> bytes:
     try:
         return x509.load_pem_x509_certificate(certificate.encode()).public_bytes(serialization.Encoding.DER)
     except ValueError:
-        raise ConfigError("the other side's certificate is no PEM; start both sides with the same version") from None
+        raise ConfigError("the other side's certificate is not in PEM; start both sides with the same version") from None
 
 
 def is_peer(connection: object, certificate: bytes) -> bool:

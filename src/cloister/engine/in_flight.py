@@ -46,10 +46,11 @@ _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 POISONED: Final = (
-    "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
+    "the engine died whenever it computed this request, the last time with no other request beside it, so it is not "
+    "tried again; change the request"
 )
 PERHAPS_POISONED: Final = (
-    "three engines died while they had this request, perhaps of another one that they had too; send it again, and change it if "
+    "three engines died while they had this request, perhaps because of another one; send it again, and change it if "
     "that happens again"
 )
 """For clients that cannot know what else an engine had, such as workers of a sealed node."""
@@ -128,7 +129,7 @@ class InFlightRequest:
     """One request that the engine has.
 
     Attributes:
-        sink: called with its outputs; None if nothing waits for them any more.
+        sink: called with its outputs; None if nothing waits for them any longer.
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.

@@ -103,7 +103,7 @@ class Mooncake:
     def __init__(self, engine: Any, session: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine, self.session, self._clock = engine, session, clock
         self._idle: list[RegisteredHalves] = []
-        self._made: list[RegisteredHalves] = []  # also what nobody uses any more: a late write must find it
+        self._made: list[RegisteredHalves] = []  # also memory that is no longer used: a late write must find it
         self._set_aside: list[tuple[float, RegisteredHalves]] = []  # when, oldest first
         self._lock = threading.Lock()
 

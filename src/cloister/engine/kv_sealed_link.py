@@ -106,7 +106,7 @@ class LinkRecords:
         """Returns how many bytes follow a record's first `RECORD_HEAD_BYTES`. Raises KVLinkError for an invalid length."""
         (size,) = _LENGTH.unpack(head)
         if not _TAG_BYTES + (not may_be_empty) <= size <= RECORD_BYTES + _TAG_BYTES:
-            raise KVLinkError(f"a record of {size} bytes is none that an engine seals")
+            raise KVLinkError(f"an engine never seals a record of {size} bytes")
         return int(size)
 
     def open(self, head: bytes | bytearray, sealed: bytes | bytearray) -> bytes:

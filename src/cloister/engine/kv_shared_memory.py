@@ -159,7 +159,7 @@ class SharedOutbox:
                 raise KVLinkError("an engine sent more memory than a part of KV can need")
             self._map = mmap.mmap(fds[0], num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
-            raise KVLinkError("an engine sent what is no shared memory") from error
+            raise KVLinkError("an engine sent something that is not shared memory") from error
         finally:
             os.close(fds[0])
         self._half_bytes, self._num_parts = num_bytes // 2, 0

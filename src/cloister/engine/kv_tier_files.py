@@ -110,7 +110,7 @@ class TierFile:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else describe(error)
         self.is_full = True
-        _logger.warning("the KV tier %s stores nothing more, and requests go on: %s", self.name, reason)
+        _logger.warning("the KV tier %s stores nothing more; requests continue without it: %s", self.name, reason)
         return False
 
     def read_sealed(self, block: TierBlock) -> bytes:

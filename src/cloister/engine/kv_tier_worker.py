@@ -252,7 +252,7 @@ class TierWorker:
         return None if key is None else self._keys.copy(key)
 
     def forget(self, root: bytes) -> None:
-        """Forgets a key: nothing that it sealed can be opened any more."""
+        """Forgets a key: nothing that it sealed can be opened again."""
         key = self._key_of.pop(root, None)
         if key is not None:
             self._keys.forget(key)
@@ -327,7 +327,7 @@ class TierWorker:
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "the KV tiers store nothing of further conversations: their keys lie in memory that is not swapped, and no "
+                "the KV tiers store nothing of further conversations: their keys need memory that is not swapped, and no "
                 "more may be locked (%s); raise the limit (`ulimit -l`)",
                 error.strerror,
             )
@@ -349,7 +349,7 @@ class TierWorker:
         try:
             chosen = self._codec.choose(byte_s)
         except Exception as error:  # a thread must not end in silence
-            _logger.warning("the KV tiers store nothing, as their codec could not be measured: %s", describe(error))
+            _logger.warning("the KV tiers store nothing, because their codec could not be measured: %s", describe(error))
             return
         self._stored_form = chosen.level.name.encode()
         share = 100 * sum(chosen.stored_bytes) / sum(self._contents)

@@ -295,7 +295,7 @@ def _split(where: str) -> tuple[str, int]:
     """Reads "//HOST:PORT"."""
     host, _, port = where.removeprefix("//").rpartition(":")
     if not where.startswith("//") or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"kv_transfer tls:{where} is no address; write tls://HOST:0", param="kv_transfer")
+        raise ConfigError(f"kv_transfer tls:{where} is not an address; write tls://HOST:0", param="kv_transfer")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

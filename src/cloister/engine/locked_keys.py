@@ -125,7 +125,7 @@ def lock_keys(setting: str = "kv_tier") -> LockedKeys:
         return LockedKeys()
     except OSError as error:
         raise ConfigError(
-            f"{setting} keeps its keys in memory that is not swapped, and none may be locked here ({error.strerror}); raise "
+            f"{setting} keeps its keys in memory that is not swapped, but none may be locked here ({error.strerror}); raise "
             f"the limit (`ulimit -l 64`; in a container `--ulimit memlock=65536`), or leave {setting} out",
             param=setting,
         ) from error

@@ -115,7 +115,7 @@ class RequestClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Aborts a request that has no waiter any more, if it has not ended."""
+        """Aborts a request that no longer has a waiter, if it has not ended."""
 
     @abstractmethod
     def expire(self, request_id: str) -> None:

@@ -349,7 +349,7 @@ class SealedChannels:
                 self._claim(request, worker, *(resumption.token_ids if resumption is not None else ()))
                 worker.expected.discard(request.request_id)
                 if not math.isfinite(message.hold_kv_s):
-                    raise channel.ChannelError("KV cannot be kept for a time that is no number")
+                    raise channel.ChannelError("KV cannot be kept for a time that is not a number")
                 if message.hold_kv_s > 0.0:
                     worker.left.add(request.request_id)
                 self._input_queue.put(message)

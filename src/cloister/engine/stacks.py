@@ -49,7 +49,7 @@ class StackClusters:
         if len(self._clusters) > MAX_CLUSTERS:
             self._clusters.popitem(last=False)
         if not stack:
-            return "where it hangs is unknown: its process does not answer when asked, as one that is stopped or frozen"
+            return "it is unknown where it hangs: its process does not answer, like one that is stopped or frozen"
         where = f"it hangs at {' < '.join(stack[:NUM_SHOWN])}"
         if len(replicas) == 1:
             return f"{where}; no engine has hung there before"

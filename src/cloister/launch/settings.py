@@ -45,7 +45,7 @@ DRAWN: Final = "capacity_random"
 SEALED_LINKS: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_unit`)."""
 MAX_SEALED_ENGINES: Final = 12
-"""Each states its measures by itself, and a statement has room for so many."""
+"""Each engine states its own measures, and a statement has room for this many."""
 
 
 @dataclass(frozen=True, slots=True)

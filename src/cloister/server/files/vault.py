@@ -173,7 +173,7 @@ class Vault:
     def _make_room(self, more: int) -> None:
         with self._lock:
             if sum(self._sizes.values()) + more > self._most_bytes:
-                raise StorageFullError("This server has no more room for files; delete some, or wait until they expire.")
+                raise StorageFullError("This server has no room left for files; delete some, or wait until they expire.")
 
 
 @contextmanager
