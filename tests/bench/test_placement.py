@@ -143,7 +143,7 @@ def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, cap
     assert out.splitlines()[-1].startswith("cloister serve cloister-5m --replicas ")
     assert err == ""
     path.write_text('{"num_threads": 1}')
-    assert "is no profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]
+    assert "is not a profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]
 
 
 def test_a_long_search_says_how_long_it_will_take(
