@@ -300,7 +300,7 @@ def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, 
     (first,) = [line for line in out.splitlines() if "drained" in line]
     assert "mixed" in first
     assert "running" in out
-    assert "2 and more is slow" in out
+    assert "2 or more is slow" in out
     status, out, _ = run(capsys, "status", two.url, "--json")
     assert [each["state"] for each in json.loads(out)["data"]] == ["drained", "running"]
     status, out, err = run(capsys, "drain", "1", two.url)
@@ -327,7 +327,7 @@ def test_the_command_line_says_what_is_wrong(
         for wrong in ("", "the key is\nclo-abc\n"):
             file = tmp_path / "wrong"
             file.write_text(wrong)
-            assert "holds no API key" in run(capsys, "status", server.url, "--api-key-file", str(file))[2]
+            assert "does not hold an API key" in run(capsys, "status", server.url, "--api-key-file", str(file))[2]
         assert "--api-key-file" in run(capsys, "status", server.url)[2]
         file = tmp_path / "key"
         file.write_text(f"{key}\n")
