@@ -357,7 +357,8 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["starting", "running", "running"]
     health = engines.client.health()
     assert health.good
-    assert health.detail.startswith("2 of 3 replicas are healthy, 6 requests in flight; replica 0: the engine is being restarted")
+    detail = "2 of 3 replicas are healthy, 6 requests in flight; replica 0: the engine is being restarted"
+    assert health.detail.startswith(detail)
     for _ in range(20):
         for index in (1, 2):
             engines.step(index)
