@@ -537,7 +537,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, 
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, False]
             with pytest.raises(InvalidRequestError, match="no other replica is left"):
                 await replicas.drain_replica(0)
-            with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
+            with pytest.raises(InvalidRequestError, match="numbered 0 to 1"):
                 await replicas.drain_replica(2)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
                 whole = greedy_continuation(request.token_ids, 80, VOCAB_SIZE)
