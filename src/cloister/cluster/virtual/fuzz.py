@@ -149,11 +149,11 @@ def read_scenario(path: Path) -> Scenario:
     except msgspec.MsgspecError as error:
         told = describe_mistake(error, Scenario)
         raise ConfigError(
-            f"{path} holds no scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
+            f"{path} does not hold a scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
-        raise ConfigError(f"the scenario {path} cannot be: {wrong}", param="scenario")
+        raise ConfigError(f"the scenario {path} is invalid: {wrong}", param="scenario")
     return scenario
 
 
@@ -182,26 +182,26 @@ def _find_mistake(scenario: Scenario) -> str | None:
     num_replicas, roles = scenario.num_replicas, scenario.roles
     named = [fault.replica for fault in scenario.faults] + [operation.replica for operation in scenario.operations]
     if num_replicas < 1 or (roles and len(roles) != num_replicas):
-        return "num_replicas is 1 or more, and there are as many roles, or none"
+        return "num_replicas must be 1 or more, and roles must be as many, or none"
     if any(not 0 <= replica < num_replicas for replica in named):
-        return f"faults and operations are of replicas 0 to {num_replicas - 1}"
+        return f"faults and operations must name replicas 0 to {num_replicas - 1}"
     if not 0 <= scenario.num_standby < num_replicas:
-        return "num_standby is less than num_replicas"
+        return "num_standby must be less than num_replicas"
     if scenario.min_replicas is not None and not 0 <= scenario.min_replicas <= num_replicas - scenario.num_standby:
-        return "min_replicas is num_replicas at most, without those that stand by"
+        return "min_replicas must be at most num_replicas minus num_standby"
     if scenario.router not in ROUTERS.names() or scenario.scheduler not in POLICIES.names():
         return f"routers are {', '.join(ROUTERS.names())}; schedulers {', '.join(POLICIES.names())}"
     if any(job.grammar and job.grammar not in GRAMMARS for job in scenario.jobs):
         return f"grammars are {', '.join(GRAMMARS)}"
     numbers = [scenario.num_adapters, *(job.adapter for job in scenario.jobs), *(each.adapter for each in scenario.operations)]
     if any(not 0 <= number <= NUM_ADAPTERS for number in numbers):
-        return f"adapters are 1 to {NUM_ADAPTERS}, and 0 is none"
+        return f"adapters must be 1 to {NUM_ADAPTERS}, or 0 for none"
     if min(scenario.tiers) < 0:
-        return "tiers are two numbers of slots, 0 for none"
+        return "tiers must be two numbers of slots, 0 for none"
     if scenario.pool != "none" and scenario.tiers[0] < LEAST_POOLED:
-        return f"a pool has {LEAST_POOLED} slots in memory at least"
+        return f"a pool needs at least {LEAST_POOLED} slots in memory"
     if any(not 0 <= job.beams <= MOST_BEAMS or 0 < job.beams < job.n for job in scenario.jobs):
-        return f"beams are n to {MOST_BEAMS}, and 0 is no search"
+        return f"beams must be n to {MOST_BEAMS}, or 0 for no search"
     return None
 
 

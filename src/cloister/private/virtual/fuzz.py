@@ -57,7 +57,7 @@ def read_unit_scenario(path: Path) -> UnitScenario:
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
-        raise ConfigError(f"the scenario {path} cannot be: {wrong}", param="scenario")
+        raise ConfigError(f"the scenario {path} is invalid: {wrong}", param="scenario")
     return scenario
 
 
