@@ -380,7 +380,7 @@ def test_a_failing_scenario_becomes_small_and_fails_again_from_its_file(
 
 def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
     (tmp_path / "odd.json").write_text('{"seed": "x"}')
-    for name, said in (("odd.json", "holds no scenario"), ("missing.json", "No such file or directory; check the path")):
+    for name, said in (("odd.json", "does not hold a scenario"), ("missing.json", "No such file or directory; check the path")):
         with pytest.raises(ConfigError, match=said):
             fuzz.read_scenario(tmp_path / name)
 
@@ -395,10 +395,10 @@ def test_a_file_without_a_scenario_is_one_error(tmp_path: Path) -> None:
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a"}], "faults": [{"at_s": 0, "kind": "crash", "replica": 2}]}', "0 to 1"),
         ('{"seed": 1, "num_standby": 2, "jobs": [{"at_s": 0, "prompt": "a"}]}', "less than num_replicas"),
         ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "grammar": "nosuch"}]}', "grammars are number"),
-        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters are 1 to 2"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "adapter": 9}]}', "adapters must be 1 to 2"),
         ('{"seed": 1, "tiers": [-1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "numbers of slots"),
         ('{"seed": 1, "pool": "peer", "tiers": [1, 0], "jobs": [{"at_s": 0, "prompt": "a"}]}', "2 slots in memory"),
-        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams are n to 8"),
+        ('{"seed": 1, "jobs": [{"at_s": 0, "prompt": "a", "n": 3, "beams": 2}]}', "beams must be n to 8"),
         ('{"seed": 1, "router": "nosuch", "jobs": [{"at_s": 0, "prompt": "a"}]}', "routers are"),
     ],
 )

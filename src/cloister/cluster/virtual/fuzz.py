@@ -149,7 +149,8 @@ def read_scenario(path: Path) -> Scenario:
     except msgspec.MsgspecError as error:
         told = describe_mistake(error, Scenario)
         raise ConfigError(
-            f"{path} does not hold a scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that fail",
+            f"{path} does not hold a scenario: {told}; a short one is {EXAMPLE}, and `cloister cluster fuzz` writes those that "
+            "fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
@@ -182,7 +183,7 @@ def _find_mistake(scenario: Scenario) -> str | None:
     num_replicas, roles = scenario.num_replicas, scenario.roles
     named = [fault.replica for fault in scenario.faults] + [operation.replica for operation in scenario.operations]
     if num_replicas < 1 or (roles and len(roles) != num_replicas):
-        return "num_replicas must be 1 or more, and roles must be as many, or none"
+        return "num_replicas must be 1 or more, with as many roles, or none"
     if any(not 0 <= replica < num_replicas for replica in named):
         return f"faults and operations must name replicas 0 to {num_replicas - 1}"
     if not 0 <= scenario.num_standby < num_replicas:
