@@ -53,7 +53,8 @@ def read_unit_scenario(path: Path) -> UnitScenario:
     except (OSError, msgspec.MsgspecError) as error:
         told = str(error) if isinstance(error, OSError) else describe_mistake(error, UnitScenario)
         raise ConfigError(
-            f"{path} does not hold a scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes those that fail",
+            f"{path} does not hold a scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes "
+            "those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
