@@ -402,7 +402,7 @@ class EngineClient(RequestClient):
             self._send(HoldKV(request_id, HOLD_KV_S))
 
     def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
-        """Takes over a request that another client released or whose engine was lost, with what it had there.
+        """Takes over a request that another client released or whose engine was lost, with its output from there.
 
         Args:
             source: endpoint of an engine that has its KV.

@@ -129,12 +129,12 @@ class InFlightRequest:
     """One request that the engine has.
 
     Attributes:
-        sink: called with its outputs; None if nothing waits for them any longer.
+        sink: called with its outputs; None if nothing waits for them.
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
         is_prefilled: it was in its engine for its first token only, and has left it (`Submit.prefill_only`).
-        suspect: what it has to do with the deaths of its engines.
+        suspect: its part in the deaths of its engines.
         arrived_s, first_token_s: when this side learned of it, by its own clock, which the engine need not share.
         source: endpoint of an engine that has its KV, for the next one that gets it.
         prefill_hold_s: that engine computes its first token only, and keeps its KV for this long; 0: it computes all.
@@ -452,7 +452,7 @@ class InFlightRequests:
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others or not is_dead else judge([found.suspect for found in sent], is_shared=is_shared)
         if self._leaving:
-            culprit = None  # it was not alone: the engine also had what was leaving it, shadows included
+            culprit = None  # it was not alone: the engine also had requests that were leaving it, shadows included
         self.lose_engine()
         now = self._clock.now()
         for found in sent:
@@ -598,8 +598,8 @@ class InFlightRequests:
         self._shadows.clear()
 
     def deliver(self, message: Outputs) -> None:
-        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
-        requests that have left.
+        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and reports on requests
+        that have left.
 
         An engine reports what an abort ends before the step that follows, so no message has tokens of a request both before
         it left and after its return; it may have both ends, in this order.

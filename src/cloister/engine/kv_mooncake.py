@@ -32,7 +32,7 @@ ADDRESS: Final = "127.0.0.1"
 NUM_MEMORIES: Final = 24
 """Pieces of memory that an engine registers at most, of all sizes; 8 pulls and 16 engines that are served use one each."""
 QUARANTINE_S: Final = 60.0
-"""Memory of a pull that broke off is used again after so long. A write that comes even later spoils a part of another pull,
+"""Memory of a pull that broke off is reused after this time. A write that comes even later spoils a part of another pull,
 which does not open then, so that its KV is computed."""
 _TAG_BYTES: Final = 16
 _MAX_INVITATION_BYTES: Final = 4096

@@ -234,7 +234,7 @@ class TierWorker:
         self._readers[read.slowest].submit(self._run, job)
 
     def cancel(self, request_id: str) -> tuple[int, int, float] | None:
-        """Ends a read. Returns (tier, bytes, seconds) of one that is late: its slowest tier would take at least so long."""
+        """Ends a read. Returns (tier, bytes, seconds) of one that is late: its slowest tier would take at least this long."""
         with self._lock:
             job = self._reads.pop(request_id, None)
             if job is None:

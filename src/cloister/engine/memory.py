@@ -142,7 +142,8 @@ class _GroupSizes:
 
     Layers that see all positions need a block for every `block_size` positions. Layers with a window use only what sequences
     see and one step computes, plus the windows at the ends of cached prefixes.
-    States are as many as sequences are likely to run at once need: all of `max_num_seqs` where there is KV for many of them.
+    There are as many states as the sequences that are likely to run at once need: those of all `max_num_seqs` if there is KV
+    for many.
     """
 
     def __init__(

@@ -97,7 +97,7 @@ class IdleTimer:
         self._used_s = 0.0
 
     def note_use(self, now: float) -> None:
-        """Begins anew: the engine has something to do, or will have until `now`."""
+        """Starts again: the engine has something to do, or will have until `now`."""
         self._used_s = max(self._used_s, now)
 
     def is_held(self, now: float) -> bool:
