@@ -125,7 +125,7 @@ def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, cap
     status, out, err = run(capsys, *given, "--slo-ttft-ms", "100")
     assert status == 0, err
     assert out.splitlines()[-1] == f"cloister serve {ranked[0]['flags']}"
-    assert "name it: cloister serve MODEL" in err
+    assert "give it yourself: cloister serve MODEL" in err
     status, out, err = run(capsys, *given, "--slo-ttft-ms", "0.001")
     assert status == 1
     assert "cloister serve" not in out
@@ -143,7 +143,7 @@ def test_the_command_ranks_placements_and_says_what_it_lacks(tmp_path: Path, cap
     assert out.splitlines()[-1].startswith("cloister serve cloister-5m --replicas ")
     assert err == ""
     path.write_text('{"num_threads": 1}')
-    assert "is no profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]
+    assert "is not a profile of a replica" in run(capsys, *given, "--slo-ttft-ms", "9")[2]
 
 
 def test_a_long_search_says_how_long_it_will_take(

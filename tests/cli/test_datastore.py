@@ -55,7 +55,7 @@ def test_text_that_is_not_there_is_refused_before_anything_is_written(
     for text in (tmp_path, tmp_path / "none.txt"):
         status, _, err = run(capsys, "--model", "cloister-5m", "--text", str(text), "--out", str(out))
         assert (status, out.exists()) == (1, False)
-        assert "give text" in " ".join(err.split())
+        assert "give one that holds text" in " ".join(err.split())
     (tmp_path / "a.txt").write_bytes(b"\xff\xfe\xfd")
     status, _, err = run(capsys, "--model", "cloister-5m", "--text", str(tmp_path), "--out", str(out))
     assert status == 1

@@ -76,7 +76,7 @@ def test_where_the_index_does_not_answer_the_embedded_model_serves_and_one_line_
         settings = choose_default_model(resolve_settings({}), said.append, store=store, default=default)
     assert model_of(settings)[0] == EMBEDDED
     (line,) = said
-    assert line.startswith("warning: cloister-5m serves")
+    assert line.startswith("warning: cloister-5m is served")
     assert "the package index does not answer" in line
 
 
@@ -218,7 +218,7 @@ def test_rm_deletes_what_was_pulled_and_never_what_is_in_the_package(capsys, sto
     assert list(store.list()) == []
     for name, words in (
         ("mine", "no model 'mine' was pulled"),
-        (EMBEDDED, "a part of the package"),
+        (EMBEDDED, "part of the package"),
         ("owner/none", "hub's cache"),
     ):
         status, _, err = run(capsys, "rm", name)

@@ -36,5 +36,5 @@ def test_places_and_secrets_make_no_other_release() -> None:
 
 def test_nodes_of_another_model_or_profile_are_no_nodes_of_the_release() -> None:
     for arguments in (["--model", "another"], ["another"], ["--profile", "open"]):
-        with pytest.raises(ConfigError, match="of the release"):
+        with pytest.raises(ConfigError, match="in the release"):
             describe(*arguments)

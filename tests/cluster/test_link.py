@@ -190,5 +190,5 @@ def test_payloads_far_ahead_are_dropped_and_not_kept() -> None:
     "data", [b"", b"\x00", b"\x95\x01", encode_frame(LinkFrame(1, 2))[:-1], b"\x95\xa1a\x00\x00\x00\xc4\x00"]
 )
 def test_what_is_no_frame_raises_one_error(data: bytes) -> None:
-    with pytest.raises(LinkError, match="something that is no frame"):
+    with pytest.raises(LinkError, match="something that is not a frame"):
         decode_frame(data)

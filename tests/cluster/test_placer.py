@@ -326,7 +326,7 @@ def test_a_host_without_a_machine_is_an_error_that_says_why(monkeypatch: pytest.
 def test_no_driver_is_an_error_and_not_a_wait() -> None:
     async def main() -> None:
         ray = RayPlacer(RaySettings(1, None, "", 1, 0, ""), "tests.cluster.nothing_of_this_name")
-        with pytest.raises(EngineError, match="driver of Ray has ended"):
+        with pytest.raises(EngineError, match="Ray driver has ended"):
             await ray.connect()
         await ray.close()
 

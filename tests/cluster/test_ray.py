@@ -109,7 +109,7 @@ def test_a_cluster_that_refuses_the_token_is_named(monkeypatch: pytest.MonkeyPat
     with local_ray(1) as ray:
         monkeypatch.setenv("RAY_AUTH_TOKEN", "b" * 64)
         monkeypatch.setenv("RAY_ADDRESS", ray.address)  # `auto` would find a Ray of somebody else as well
-        refused = f"the Ray cluster at {ray.address} refuses the token of this process, or that it has none"
+        refused = f"the Ray cluster at {ray.address} refuses the token of this process, or this process has none"
         for address in (ray.address, "auto"):
             began_s = time.monotonic()
             with pytest.raises(RuntimeError, match=refused):

@@ -351,7 +351,8 @@ def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None
     assert [snapshot.state for snapshot in engines.client.snapshots()] == ["starting", "running", "running"]
     health = engines.client.health()
     assert health.good
-    assert health.detail.startswith("2 of 3 replicas are well, 6 requests in flight; replica 0: the engine is being restarted")
+    detail = "2 of 3 replicas are healthy, 6 requests in flight; replica 0: the engine is being restarted"
+    assert health.detail.startswith(detail)
     for _ in range(20):
         for index in (1, 2):
             engines.step(index)
@@ -530,7 +531,7 @@ def test_a_drained_replica_is_empty_and_every_answer_is_whole(model_path: Path, 
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, False]
             with pytest.raises(InvalidRequestError, match="no other replica is left"):
                 await replicas.drain_replica(0)
-            with pytest.raises(InvalidRequestError, match="they are 0 to 1"):
+            with pytest.raises(InvalidRequestError, match="numbered 0 to 1"):
                 await replicas.drain_replica(2)
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
                 whole = greedy_continuation(request.token_ids, 80, VOCAB_SIZE)

@@ -287,7 +287,7 @@ def test_a_burst_starts_a_fork_of_the_same_template_and_its_process_ends_when_it
         async with serving(model_path, QUICK) as (replicas, server):
             assert states(replicas) == ["running", "stopped"]
             assert len(replicas.processes) == 1
-            assert replicas.health().detail.startswith("1 of 1 replicas are well")
+            assert replicas.health().detail.startswith("1 of 1 replicas are healthy")
             template = server.pid
             requests = [make_request(f"prompt {number}", max_tokens=40) for number in range(12)]
             asking = [asyncio.create_task(answer(replicas, request)) for request in requests]

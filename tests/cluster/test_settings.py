@@ -136,9 +136,9 @@ def test_no_measured_time_decides_where_a_strict_profile_sends_requests(profile:
         ({"replicas": 2, "kv_transfer": "unix", "prefix_cache": False}, "needs the prefix cache"),
         ({"on": "ray", "sealed": True}, "start more nodes"),
         ({"ray_address": "10.0.0.1:6379"}, "add --on ray"),
-        ({"on": "ray", "ray_address": "nonsense"}, "ray_address nonsense is no address; give HOST:PORT"),
-        ({"on": "ray", "ray_address": "host:65536"}, "ray_address host:65536 is no address"),
-        ({"on": "ray", "ray_address": "fd00::1:6379"}, "ray_address fd00::1:6379 is no address"),
+        ({"on": "ray", "ray_address": "nonsense"}, "ray_address nonsense is not an address; give HOST:PORT"),
+        ({"on": "ray", "ray_address": "host:65536"}, "ray_address host:65536 is not an address"),
+        ({"on": "ray", "ray_address": "fd00::1:6379"}, "ray_address fd00::1:6379 is not an address"),
         ({"on": "ray", "ray_address": "ray://10.0.0.1:10001"}, "give HOST:PORT"),
         ({"kv_transfer": "unix", "replicas": 2, "on": "ray"}, "engines are on several machines.*set kv_transfer to shm,tls"),
         ({"kv_transfer": "tls://10.0.0.1:0", "replicas": 2, "on": "ray"}, "set kv_transfer to shm,tls"),
@@ -250,7 +250,7 @@ def test_prefixes_are_copied_where_there_is_one_user_only(profile: str) -> None:
 def test_several_models_have_no_replicas(tmp_path: Path, setting: str) -> None:
     file = tmp_path / "cloister.toml"
     file.write_text(setting + '\n[models.a]\nmodel = "cloister-5m"\n[models.b]\nmodel = "cloister-draft"\n')
-    with pytest.raises(ConfigError, match="replicas are of one model"):
+    with pytest.raises(ConfigError, match="all replicas serve one model"):
         resolve_settings(config_file=file)
 
 

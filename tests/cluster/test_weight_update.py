@@ -379,7 +379,7 @@ class DamagedRunner(SpeakingRunner):
         ),
         (
             lambda path: lambda index: in_thread(path, with_other_length(path)),
-            "replica 0: the new weights do not fit .* by max_model_len, defaults; start another server",
+            "replica 0: the new weights differ in max_model_len, defaults, .*; start another server",
         ),
         (
             lambda path: lambda index: in_thread(path, make_core(path)),

@@ -348,8 +348,8 @@ def test_the_board_of_a_strict_profile_says_why_it_shows_little(answered_by, bro
     with answered_by(says("x"), gate=make_gate("private")):
         browser.click("#go-board")
         card = browser.find(".card")
-        assert "lets out sums only" in card.text
-        assert "Nothing has been let out yet." in card.text
+        assert "shows sums only" in card.text
+        assert "No sums are available yet." in card.text
         assert len(browser.all(".card")) == 1
 
 

@@ -208,7 +208,7 @@ def test_a_gateway_whose_spend_store_is_older_than_its_log_does_not_start(
         assert (status, f"does not know epoch {newest}" in said) == (1, True)
     assert start("--accept-store", str(newest)) == (
         0,
-        f"warning: tokens that were spent before epoch {newest} may pay once more: --accept-store\n",
+        f"warning: tokens that were spent before epoch {newest} may be spent once more: --accept-store\n",
     )
     assert start() == (0, "")  # it knows that epoch now
 

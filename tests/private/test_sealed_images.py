@@ -102,7 +102,7 @@ def test_a_request_with_an_image_looks_like_one_without(client: openai.OpenAI, c
     [
         ("data:image/png;base64,%%%", "not valid base64"),
         ("data:image/png;base64," + "AAAA" * 20, "is none of PNG"),
-        ("https://pictures.example/cat.png", "no data URL"),
+        ("https://pictures.example/cat.png", "not a data URL"),
     ],
 )
 def test_a_bad_image_is_refused_in_one_line_behind_the_seal(

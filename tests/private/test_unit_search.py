@@ -258,7 +258,7 @@ def test_a_file_that_cannot_be_is_refused(tmp_path: Path) -> None:
         ({"num_members": 9}, "num_members is 1 to 7"),
         ({"faults": [{"at_s": 1.0, "kind": "reset"}]}, "not there"),
         ({"clock_offsets_s": [200.0]}, "clocks are wrong by 45 s at most"),
-        ({"routers": 1}, "holds no scenario of a sealed unit"),
+        ({"routers": 1}, "does not hold a scenario of a sealed unit"),
     ):
         path.write_bytes(msgspec.json.encode({"type": "unit", "seed": 1, **wrong}))
         assert fuzz.has_unit_scenario(path)

@@ -322,7 +322,7 @@ def test_a_file_without_room_is_refused_and_leaves_nothing(tmp_path):
     store = FileStore(Vault(tmp_path / "kept", KEY, 4000))
     owner = Owner.of(store.vault, b"ann")
     store.create(owner, "a", bytes(2000))
-    with pytest.raises(StorageFullError, match="no more room"):
+    with pytest.raises(StorageFullError, match="no room left"):
         store.create(owner, "b", bytes(2000))
     assert len(list((tmp_path / "kept").iterdir())) == 2
 

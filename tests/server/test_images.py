@@ -200,7 +200,7 @@ BAD: dict[str, tuple[str, str]] = {
     "elsewhere": ("https://zanzibar.example/cat.png", "fetches no images"),
     "a file": ("file:///zanzibar", "fetches no images"),
     "no base64": ("data:image/png;base64,zanzibar*", "base64"),
-    "not declared": ("data:text/html;base64,emFuemliYXI=", "no data URL of an image"),
+    "not declared": ("data:text/html;base64,emFuemliYXI=", "not a data URL of an image"),
 }
 
 

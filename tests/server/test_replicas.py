@@ -268,7 +268,7 @@ def test_weights_that_are_not_here_or_read_text_otherwise_are_refused_before_any
     (other / "chat_template.jinja").write_text("{{ messages }}!")
     with served_by_two(model_path) as server:
         err = " ".join(run(capsys, "update", server.url, "--model", str(other))[2].split())
-        assert "has another tokenizer and another chat template than the model that is served" in err
+        assert "has another tokenizer and another chat template than the served model" in err
         assert "there is no model 'nowhere'" in run(capsys, "update", server.url, "--model", "nowhere")[2]
         error = check_error(httpx.post(f"{server.url}{PATH}/update_weights", json={"weights": "new"}), 400)
         assert "`model` is missing" in error["message"]
@@ -284,7 +284,7 @@ def test_ctrl_c_ends_the_command_and_not_the_update(
     monkeypatch.setattr(cluster, "time", SimpleNamespace(sleep=interrupt, monotonic=time.monotonic))
     with served_by_two(model_path) as server:
         status, out, _ = run(capsys, "update", server.url)
-        assert (status, "the update goes on in the server" in out) == (130, True)
+        assert (status, "the update continues in the server" in out) == (130, True)
         wait_until(lambda: httpx.get(server.url + PATH).json()["update"]["state"] == "done")
 
 
@@ -300,12 +300,12 @@ def test_the_command_line_lists_drains_and_returns_replicas(two: RunningServer, 
     (first,) = [line for line in out.splitlines() if "drained" in line]
     assert "mixed" in first
     assert "running" in out
-    assert "2 and more is slow" in out
+    assert "2 or more is slow" in out
     status, out, _ = run(capsys, "status", two.url, "--json")
     assert [each["state"] for each in json.loads(out)["data"]] == ["drained", "running"]
     status, out, err = run(capsys, "drain", "1", two.url)
     assert status == 1
-    assert err == "error: no other replica is left; return one of them first\n"
+    assert err == "error: no other replica is left; return a drained one first\n"
     assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 gets requests again\n")
     assert run(capsys, "return", "0", two.url)[:2] == (0, "replica 0 was not drained: it gets requests as before\n")
     assert [each["state"] for each in list_replicas(two)] == ["running", "running"]
@@ -327,7 +327,7 @@ def test_the_command_line_says_what_is_wrong(
         for wrong in ("", "the key is\nclo-abc\n"):
             file = tmp_path / "wrong"
             file.write_text(wrong)
-            assert "holds no API key" in run(capsys, "status", server.url, "--api-key-file", str(file))[2]
+            assert "does not hold an API key" in run(capsys, "status", server.url, "--api-key-file", str(file))[2]
         assert "--api-key-file" in run(capsys, "status", server.url)[2]
         file = tmp_path / "key"
         file.write_text(f"{key}\n")
@@ -352,7 +352,7 @@ def test_the_command_line_says_that_a_sealed_node_has_no_interface_for_operators
         for command in (("status",), ("drain", "0"), ("return", "0"), ("update",)):
             status, _, err = run(capsys, *command, url)
             assert (status, err.count("\n")) == (1, 1)
-            assert "is a sealed node, which has no operator's interface, or its gateway or relay: " in err
+            assert "is a sealed node, or its gateway or relay; these have no operator's interface" in err
 
 
 def test_a_table_without_load_says_that_the_profile_withholds_it(
@@ -365,7 +365,7 @@ def test_a_table_without_load_says_that_the_profile_withholds_it(
         status, out, err = run(capsys, "status", server.url, "--api-key-file", str(file))
     assert status == 0
     assert out.count("running") == 2
-    assert "the profile shows no load" in err
+    assert "the server's profile hides the load of its replicas" in err
 
 
 def test_requests_with_one_prompt_cache_key_go_to_one_replica(model_path: Path) -> None:

@@ -157,7 +157,7 @@ def test_a_port_in_use_is_one_clear_line():
 def test_an_address_of_another_machine_is_one_clear_line():
     with pytest.raises(ConfigError, match=r"cannot listen on 192\.0\.2\.1: .*--host"):
         bind("192.0.2.1", 0)
-    with pytest.raises(ConfigError, match=r"host nowhere\.invalid is no address of this machine"):
+    with pytest.raises(ConfigError, match=r"host nowhere\.invalid is not an address of this machine"):
         bind("nowhere.invalid", 0)
 
 

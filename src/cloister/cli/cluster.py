@@ -48,8 +48,8 @@ ReplicaIndex = Annotated[int, typer.Argument(help="Index of the replica, from 0.
 
 app.command(
     "up",
-    help="Serve a model with several replicas: the same command as `cloister serve`, with the same flags and file. How many "
-    "there are say --replicas, or --min-replicas and --max-replicas; where they run says --on.",
+    help="Serve a model with several replicas: the same command as `cloister serve`, with the same flags and file. Set "
+    "their number with --replicas, or with --min-replicas and --max-replicas, and where they run with --on.",
 )(serve)
 
 
@@ -66,7 +66,7 @@ def status(
         return
     replicas = reply["data"]
     if any(replica["load"] is None for replica in replicas):
-        print_line("the profile shows no load", console=err)
+        print_line("the server's profile hides the load of its replicas", console=err)
         print_table(url, ("Replica", "Role", "State"), [(each["replica"], each["role"], each["state"]) for each in replicas])
         return
     headers = (
@@ -83,7 +83,9 @@ def status(
         "Slowness",
     )
     print_table(url, headers, [_row(replica) for replica in replicas])
-    print_line("slowness: steps take so many times as long as the others' of the same size; 2 and more is slow", "dim")
+    print_line(
+        "slowness: how many times as long as the others' a replica's steps of the same size take; 2 or more is slow", "dim"
+    )
     _print_update(reply.get("update"))
 
 
@@ -117,7 +119,9 @@ def update(
     api_key_file: ApiKeyFile = None,
     model: Annotated[
         str | None,
-        typer.Option(help="Other weights, as the server's machine has them: a name, a directory or a file.", metavar="NAME"),
+        typer.Option(
+            help="Other weights of the same model, on the server's machine: a name, a directory or a file.", metavar="NAME"
+        ),
     ] = None,
 ) -> None:
     """Give every replica a new engine, one after another, which starts from what is installed now. No request is lost."""
@@ -128,10 +132,10 @@ def update(
     try:
         found = _follow_update(found, url, api_key_file)
     except KeyboardInterrupt:
-        print_line("the update goes on in the server; `cloister cluster status` shows how far it is")
+        print_line("the update continues in the server; `cloister cluster status` shows its progress")
         raise
     if found["state"] != "done":
-        why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
+        why = found["error"] or "it is still running; `cloister cluster status` shows its progress"
         leave(
             f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}",
             BROKEN,
@@ -146,7 +150,7 @@ def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -
         time.sleep(UPDATE_POLL_S)
         found = _ask("GET", url, "/v1/replicas", api_key_file)["update"]
         if found["state"] == "rolling_back" != seen[1]:
-            print_line(f"it failed, and the weights from before come back: {found['error']}")
+            print_line(f"the update failed, and the replicas get their old weights back: {found['error']}")
         if found["num_updated"] != seen[0]:
             print_line(f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine")
         seen = found["num_updated"], found["state"]
@@ -158,7 +162,11 @@ def drain(replica: ReplicaIndex, url: ServerUrl = LOCAL_URL, api_key_file: ApiKe
     """Move the requests of a replica to others, and give it no new ones. Exit status 1 if some are left after a minute."""
     left = _ask("POST", url, f"/v1/replicas/{replica}/drain", api_key_file, DRAIN_TIMEOUT_S)["num_requests"]
     if left:
-        leave(f"replica {replica} gets no new requests; {left} are left, for which no other one had room", BROKEN)
+        leave(
+            f"replica {replica} gets no new requests; {left} of its requests are left, because no other replica had room; "
+            "they finish where they are",
+            BROKEN,
+        )
     print_line(f"replica {replica} is drained")
 
 
@@ -195,10 +203,10 @@ def _ask(
     if not address.startswith(("http://", "https://")):
         if ":" in address and "://" not in address:
             raise ConfigError(f"the address {url} lacks its scheme; give http://{url}, or https:// with TLS", param="url")
-        raise ConfigError(f"{url} is no address; give one such as {LOCAL_URL}", param="url")
+        raise ConfigError(f"{url} is not an address; give one such as {LOCAL_URL}", param="url")
     key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()
     if key is not None and (not key.isascii() or len(key.split()) != 1):
-        raise ConfigError(f"{api_key_file} holds no API key; it has one line, the key", param="api_key_file")
+        raise ConfigError(f"{api_key_file} does not hold an API key; write the key into it, on one line", param="api_key_file")
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s, json=body)
@@ -217,8 +225,8 @@ def _ask(
             return answer
         if reply.headers.get("content-type") == PROBLEM_MEDIA_TYPE:  # no path of a server that is not sealed answers so
             raise ConfigError(
-                f"{url} is a sealed node, which has no operator's interface, or its gateway or relay: nobody sees or drains "
-                "its engines; GET /health says how each is, and GET /metrics of the node",
+                f"{url} is a sealed node, or its gateway or relay; these have no operator's interface, so nobody can list "
+                "or drain their engines. GET /health and GET /metrics of the node show how each engine is",
                 param="url",
             )
         message = answer["error"]["message"]
@@ -262,9 +270,9 @@ def fuzz(
     if on == "virtual" and skip_impossible:
         raise ConfigError("virtual time can do all of a scenario; leave --skip-impossible out, or add --on", param="on")
     if sealed and scenario is not None:
-        raise ConfigError("a scenario's file says whether it is of a sealed unit; leave --sealed out", param="sealed")
+        raise ConfigError("a scenario file says whether it is of a sealed unit; leave --sealed out", param="sealed")
     if seeds is not None and scenario is not None:
-        raise ConfigError("a scenario's file says all that happens, its seed too; leave --seeds out", param="seeds")
+        raise ConfigError("a scenario file contains its seed; leave --seeds out", param="seeds")
     if scenario is None:
         check_folder(output)
     logging.disable(logging.CRITICAL)  # engines die by the thousand
@@ -299,7 +307,7 @@ def _run_on_processes(path: Path, on: Literal["local", "ray"], model: str, skips
         raise ConfigError("a scenario of a sealed unit runs in virtual time only; leave --on out", param="on")
     found = read_scenario(path)
     if skips and (impossible := find_impossible(found, on)):
-        print_line(f"left out, as only virtual time can do it: {', '.join(impossible)}")
+        print_line(f"left out because only virtual time can do it: {', '.join(impossible)}")
         found = without_impossible(found, on)
     _report_run(path, run_on_processes(found, on, model))
 
@@ -368,7 +376,8 @@ def _read_seeds(seeds: str) -> tuple[int, int]:
     first, last = (int(found[1]), int(found[2])) if found else (0, 0)
     if first >= last:
         raise ConfigError(
-            f"--seeds {seeds} names no seeds; write the first and the one behind the last, such as 0..1000", param="seeds"
+            f"--seeds {seeds} is not a range of seeds; give the first seed and the one after the last, such as 0..1000",
+            param="seeds",
         )
     return first, last
 

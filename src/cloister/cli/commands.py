@@ -150,7 +150,7 @@ def run(arguments: Sequence[str] | None = None) -> None:
         if lacks_memory(error):
             print_error(OUT_OF_MEMORY)
         elif error.errno in (errno.ENOSPC, errno.EDQUOT):
-            print_error("there is no space left where this writes to; free some, or name another place")
+            print_error("there is no space left on the disk that this writes to; free some, or name another place")
         elif error.filename is not None:
             print_error(f"cannot use {error.filename}: {error.strerror}; check the path and who may use it")
         else:

@@ -90,7 +90,9 @@ def list_files(paths: Sequence[Path]) -> list[Path]:
     for path in paths:
         files = sorted(file for kind in ("*.txt", "*.md") for file in path.rglob(kind)) if path.is_dir() else [path]
         if not files or not all(file.is_file() for file in files):
-            raise ConfigError(f"{path} is no file, nor a folder with .txt or .md files; give text", param="text")
+            raise ConfigError(
+                f"{path} is neither a file nor a folder with .txt or .md files; give one that holds text", param="text"
+            )
         found += files
     return found
 

@@ -193,7 +193,7 @@ def check_hardening() -> Check:
         return Check(
             "sealed node",
             True,
-            f"all {len(results)} hardening measures that can be tried beforehand can be taken",
+            f"all {len(results)} hardening measures that can be tried in advance work",
             essential=False,
         )
     detail = "; ".join(f"{result.measure}: {result.detail}" for result in missing)
@@ -293,7 +293,7 @@ def check_cache(directory: Path | None = None) -> Check:
 
 def check_hub(reach: Callable[[], str] | None = None) -> Check:
     """Checks whether the model hub answers. Only models that are not downloaded yet need it."""
-    advice = "models in directories and the embedded ones work without; set HTTPS_PROXY if you have a proxy"
+    advice = "models in directories and embedded models work without the hub; set HTTPS_PROXY if you use a proxy"
     try:
         detail = (reach or _reach_hub)()
     except OSError as error:

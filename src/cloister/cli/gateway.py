@@ -35,8 +35,8 @@ def gateway(
     accept_store: Annotated[
         int | None,
         typer.Option(
-            help="Go on with a spend store that has not seen this epoch, the log's newest, because the newer one is lost:"
-            " tokens that were spent since pay once more.",
+            help="Continue with a spend store that has not seen this epoch, the log's newest, because the newer store is lost."
+            " Tokens that were spent since then can be spent once more.",
             metavar="EPOCH",
             min=1,
         ),
@@ -160,7 +160,7 @@ def _open_log(directory: Path, key_file: Path, trust_file: Path, store: SpendSto
         if accepted != newest:
             raise
         store.note_epoch(log.key.name, 0, newest)
-        typer.echo(f"warning: tokens that were spent before epoch {newest} may pay once more: --accept-store", err=True)
+        typer.echo(f"warning: tokens that were spent before epoch {newest} may be spent once more: --accept-store", err=True)
     return log
 
 
@@ -190,10 +190,12 @@ def _open_keeper(
     for given in witnesses:
         name, _, address = given.partition("=")
         if name not in known:
-            raise ConfigError(f"{given!r} names no witness of the trust file; those are {', '.join(known)}", param="witness")
+            raise ConfigError(
+                f"{given!r} is not a witness of the trust file; its witnesses are {', '.join(known)}", param="witness"
+            )
         cosigners.append(HttpWitness(check_url(address, "witness"), known[name], client))
     if len(cosigners) < trust.threshold:
-        raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")
+        raise ConfigError(f"the trust file requires {trust.threshold} witnesses; give --witness once for each", param="witness")
 
     def before_epoch(number: int) -> None:
         check_epoch(store, log.key.name, number - 1, number)

@@ -32,8 +32,8 @@ def issuer(
     accept_keys: Annotated[
         int | None,
         typer.Option(
-            help="Go on with a directory that lacks the key of this week, the newest that is due, because this issuer did not"
-            " run: it has shown none.",
+            help="Continue with a directory that lacks the key of this week, the newest that is due, because this issuer did"
+            " not run and has shown no such key.",
             metavar="WEEK",
             min=1,
         ),
@@ -63,7 +63,7 @@ def issuer(
     state = state.expanduser()
     shelf = KeyShelf(state / "keys", budget=token_budget)
     if shelf.check_current(time.time(), accept_keys):
-        made = f"a key of week {accept_keys} is made; clients that saw another one buy nothing for eight days"
+        made = f"a new key for week {accept_keys} is made; clients that saw another one cannot buy tokens for eight days"
         typer.echo(f"warning: {made}: --accept-keys", err=True)
     if show_keys:
         typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)

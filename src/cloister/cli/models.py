@@ -76,7 +76,7 @@ def pull(
     store = Store()
     if is_hub_name(source):
         if name is not None or sha256 is not None:
-            raise ModelError("a model of the hub goes by its hub name, and the hub's library checks it; leave the options out")
+            raise ModelError("a hub model keeps its hub name, and the hub's library checks it; leave these options out")
         print_line(f"{source}: {locate(source, progress=True)}")
         return
     known = CATALOGUE.get(source)
@@ -152,6 +152,6 @@ def remove(
 
     for name in names:
         if name in embedded_names():
-            raise ModelError(f"{name} is a part of the package and stays", param="name")
+            raise ModelError(f"{name} is part of the package and cannot be deleted", param="name")
         freed_bytes = remove_cached(name) if is_hub_name(name) else Store().remove(name)
         print_line(f"{name} is deleted, {freed_bytes / 1e6:,.0f} MB", console=err)

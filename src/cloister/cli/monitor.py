@@ -143,7 +143,7 @@ async def _ask_witnesses(watching: Monitor, report: Report, witnesses: list[str]
             name, _, address = given.partition("=")
             if name not in known:
                 raise ConfigError(
-                    f"{given!r} names no witness of the trust file; those are {', '.join(known)}", param="witness"
+                    f"{given!r} is not a witness of the trust file; its witnesses are {', '.join(known)}", param="witness"
                 )
             try:
                 await HttpWitness(address, known[name], client).cosign(watching, signed)

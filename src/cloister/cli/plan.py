@@ -39,7 +39,7 @@ def placement(
     settings: GivenSettings,
     profile: Annotated[
         list[Path],
-        typer.Option(help="Measured times of replicas of so many threads each; repeat for other numbers.", metavar="FILE"),
+        typer.Option(help="Measured times of replicas with one number of threads; repeat for other numbers.", metavar="FILE"),
     ],
     threads: Annotated[int, typer.Option(help="Threads that all replicas share.", min=1)],
     router: Annotated[str, typer.Option(help="Router of prompts and of answers.")] = "least_load",
@@ -102,7 +102,7 @@ def placement(
         )
     print_line(f"cloister serve {best.flags(router)}")
     if not best.profile.model:
-        err.print("the profile does not say of which model it is; name it: cloister serve MODEL ...", soft_wrap=True)
+        err.print("the profile does not name its model; give it yourself: cloister serve MODEL ...", soft_wrap=True)
 
 
 def _show_progress(placements: Sequence[ReplicaPlacement]) -> Iterator[ReplicaPlacement]:
@@ -135,5 +135,5 @@ def _read_profile(path: Path) -> StepProfile:
         return msgspec.json.decode(read_text_file(path, param="profile"), type=StepProfile)
     except msgspec.DecodeError as error:
         raise ConfigError(
-            f"{path} is no profile of a replica: {error}; write one with python -m benchmarks.cluster_costs"
+            f"{path} is not a profile of a replica: {error}; write one with python -m benchmarks.cluster_costs"
         ) from None

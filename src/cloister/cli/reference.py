@@ -21,12 +21,12 @@ HEAD = """# Command line
 This page is written by `python -m cloister.cli.reference` from the verbs and the configuration classes.
 
 Every verb has `--help`. Exit status: 0 done, 1 an error that says what to do, 2 wrong usage, 130 Ctrl-C. Wrong usage is an
-option or verb that does not exist, an argument that is missing, and what is no number, path or word of those that the option
-takes. All else is 1, and so are values that a setting (the tables below) cannot have, which a file may name as well: `policy
-show --profile secret` exits with 2, `serve --profile secret` with 1. `verify` and `monitor` say in their help what they mean by
-1 and 2. A server that Ctrl-C or SIGTERM stops lets open requests end and exits with 0; a second Ctrl-C ends it at once, with
-130. Results go to standard output (those of `serve` are what was started, and its address), everything else to standard error;
-`--json` makes results readable by programs.
+unknown option or verb, a missing argument, or a value that is not a number, a path or one of the words that the option takes.
+All other errors are 1, including values that a setting (the tables below) cannot have, because a file may name those as well:
+`policy show --profile secret` exits with 2, `serve --profile secret` with 1. The help of `verify` and `monitor` says what 1 and
+2 mean there. On Ctrl-C or SIGTERM a server lets open requests end and exits with 0; a second Ctrl-C ends it at once, with 130.
+Results go to standard output (`serve` prints what was started, and its address), everything else to standard error; `--json`
+makes results readable by programs.
 
 `--help` shows what matters most, `--help-all` every option. `--install-completion` sets up completion for bash, zsh, fish and
 PowerShell.

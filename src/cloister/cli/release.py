@@ -267,7 +267,11 @@ def _resolve(arguments: list[str], model: Path, profile: Profile) -> Settings:
     flags = {name: value for name, value in given.items() if name in names and value is not None}
     for name, value in (("model", str(model)), ("profile", str(profile)), ("sealed", True)):
         if flags.setdefault(name, value) != value:
-            raise ConfigError(f"{name} is {flags[name]} among the arguments of nodes, and {value} of the release", param=name)
+            raise ConfigError(
+                f"{name} is {flags[name]} among the nodes' arguments, but {value} in the release; make them the same, or "
+                "leave the argument out",
+                param=name,
+            )
     config_file = given["config"]
     assert config_file is None or isinstance(config_file, Path)
     return resolve_settings(flags, config_file)

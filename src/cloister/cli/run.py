@@ -51,7 +51,7 @@ def run(
 ) -> None:
     """Answer one prompt on standard output. Exits with 0 after an answer, with 1 after an error."""
     if raw and system is not None:
-        raise typer.BadParameter("a raw prompt has no system message", param_hint="--system")
+        raise typer.BadParameter("a raw prompt has no system message; leave it out, or leave --raw out", param_hint="--system")
     model, prompt = split_words(words)
     flags = settings.flags | {"model": choose_model(model, cast("str | None", settings.flags.get("model")))}
     text = read_prompt() if prompt == "-" else prompt

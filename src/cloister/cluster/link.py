@@ -62,7 +62,7 @@ def decode_frame(data: bytes) -> LinkFrame:
     try:
         return _decode(data)
     except msgspec.MsgspecError as error:
-        raise LinkError("the other side of a link sent something that is no frame") from error
+        raise LinkError("the other side of a link sent something that is not a frame") from error
 
 
 @dataclass(frozen=True, slots=True)

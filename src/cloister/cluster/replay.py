@@ -203,11 +203,15 @@ class ReplayVerifier:
             self.num_mismatches[index] += 1
         if outlier is None:
             names = " and ".join(str(index) for index in sorted(answers))
-            _logger.error("replicas %s computed different tokens for one request; nothing says which of them is right", names)
+            _logger.error(
+                "replicas %s computed different tokens for one request, and nothing says which of them is right. Check the "
+                "memory of their machines",
+                names,
+            )
             return
         self.suspicious.add(outlier)
         _logger.critical(
-            "replica %d computed other tokens than two others; it gets no requests any more. Check the memory of its machine,"
+            "replica %d computed other tokens than two others; it gets no more requests. Check the memory of its machine,"
             " and restart the server",
             outlier,
         )

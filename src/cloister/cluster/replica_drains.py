@@ -56,7 +56,7 @@ class ReplicaDrains:
         if self.add_first is not None and index not in draining:
             await self.add_first(index)
         if len(draining | self._states.stopped | {index}) == len(self._clients):
-            raise InvalidRequestError("no other replica is left; return one of them first", param="replica")
+            raise InvalidRequestError("no other replica is left; return a drained one first", param="replica")
         if index not in draining and not for_update:
             self._actions.note_drain(index)
         draining.add(index)
@@ -80,8 +80,8 @@ class ReplicaDrains:
                 f"replica {other.index} {'stands by and ' if other.is_standby else ''}is {other.state}" for other in others
             )
             raise InvalidRequestError(
-                f"replica {index} is the last one that is well, so it cannot be drained: {listed}; return a drained one, or "
-                "wait until another one is running (`cloister cluster status` shows it)",
+                f"replica {index} is the last healthy one, so it cannot be drained: {listed}; return a drained one, or "
+                "wait until another one runs (`cloister cluster status` shows it)",
                 param="replica",
             )
 
@@ -109,4 +109,6 @@ class ReplicaDrains:
 
     def _check_index(self, index: int) -> None:
         if not 0 <= index < len(self._clients):
-            raise InvalidRequestError(f"there is no such replica; they are 0 to {len(self._clients) - 1}", param="replica")
+            raise InvalidRequestError(
+                f"there is no such replica; replicas are numbered 0 to {len(self._clients) - 1}", param="replica"
+            )

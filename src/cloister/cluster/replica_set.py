@@ -270,7 +270,7 @@ class ReplicaSet(RequestClient):
         ]
         wrong = [f"replica {index} computed wrongly and gets no requests" for index in sorted(self._verifier.suspicious)]
         num_requests = sum(replica.num_requests for replica in self._replicas)
-        detail = f"{len(each) - len(bad)} of {len(each)} replicas are well, {num_requests} requests in flight"
+        detail = f"{len(each) - len(bad)} of {len(each)} replicas are healthy, {num_requests} requests in flight"
         is_resting = all(health.is_idle or health.is_starting for health in each)
         is_starting = is_resting and any(health.is_starting for health in each)
         stopping = [DRAINING] if self._is_draining else []
@@ -474,7 +474,7 @@ class ReplicaSet(RequestClient):
         if not isinstance(event, Stepped) or (change := self._states.speeds.note(index, event, self._clock.now())) is None:
             return
         if change.is_slow:
-            what = "it gets no requests until it is well" if self._states.avoids_slow else "it still gets requests"
+            what = "it gets no requests until it is fast again" if self._states.avoids_slow else "it still gets requests"
             _logger.warning("replica %d takes %.1f times as long as the others; %s", index, change.slowness, what)
         else:
             _logger.warning("replica %d is as fast as the others again", index)

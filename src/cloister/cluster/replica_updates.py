@@ -64,7 +64,7 @@ class ReplicaUpdates:
         if self._make_release is None or self._release is None:
             raise InvalidRequestError("these replicas cannot be updated; start another server, and send requests there")
         if self.is_running:
-            raise InvalidRequestError("an update is under way; `cloister cluster status` shows how far it is")
+            raise InvalidRequestError("an update is under way; `cloister cluster status` shows its progress")
         if self._adapters.are_changing:
             raise InvalidRequestError("an adapter is being loaded or unloaded; update when that has ended")
         release = self._make_release(self._release.model if model is None else model)

@@ -155,7 +155,7 @@ class RollingUpdate:
                     break
                 _logger.info("replica %d has a new engine", index)
             if self._error:
-                _logger.error("the update ends, and the other engines stay: %s", self._error)
+                _logger.error("the update stopped, and the other engines stay: %s", self._error)
                 await self._roll_back()
         finally:
             self._is_running = self._is_rolling_back = False
@@ -207,8 +207,8 @@ class RollingUpdate:
         other = [name for name in FRONT_FIELDS if getattr(new, name) != getattr(self._old, name)]
         if other:
             raise EngineError(
-                f"the new weights do not fit requests that this server has read, by {', '.join(other)}; start another server "
-                "for them, and send requests there"
+                f"the new weights differ in {', '.join(other)}, which this server has used to read requests; start "
+                "another server for them, and send requests there"
             )
 
     async def _try(self, client: EngineClient) -> None:
@@ -286,7 +286,7 @@ class RollingUpdate:
             return
         for index in self._updated:
             if self._replicas.num_lost(index):
-                raise EngineError(f"the engine of replica {index}, which has the new weights, died; the log says of what")
+                raise EngineError(f"the engine of replica {index}, which has the new weights, died; the log says why")
 
     async def _roll_back(self) -> None:
         """Gives replicas with other weights engines of the old ones again."""

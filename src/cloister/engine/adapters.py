@@ -22,8 +22,12 @@ from cloister.types.errors import (
 from cloister.types.events import AdapterReply, FrontMessage, LoadAdapter, UnloadAdapter
 from cloister.types.request import AdapterInfo
 
-_LATE: Final = "the adapter was not ready in time: an unloaded one goes when the requests that use it have ended"
-_STILL_LOADING: Final = "the engine still loads this adapter, which an earlier call gave up, to unload it then; try again later"
+_LATE: Final = (
+    "the adapter was not ready in time; an adapter that is being unloaded goes when the requests that use it have ended"
+)
+_STILL_LOADING: Final = (
+    "the engine is still loading this adapter for an earlier call that gave up, and will then unload it; try again later"
+)
 CHANGING: Final = "an adapter of this name is being loaded or unloaded by another call; try again when that has ended"
 GONE = "the adapter was unloaded; ask for another model"
 _UNREADABLE = "the adapter cannot be read ({}); check that its path is right and may be read"
@@ -36,7 +40,7 @@ class AdapterHost(Protocol):
         """Reads and loads an adapter; identical weights are loaded only once.
 
         Args:
-            note_progress: called from time to time meanwhile, as long as it goes on.
+            note_progress: called from time to time during the load.
 
         Raises:
             ModelError: the adapter cannot be used.
@@ -82,7 +86,7 @@ class AdapterRegister:
 
         Args:
             used: digests of the adapters of open requests.
-            note_progress: called from time to time while an adapter is loaded, as long as that goes on.
+            note_progress: called from time to time while an adapter is loaded.
         """
         try:
             if self._host is None:
@@ -102,7 +106,7 @@ class AdapterRegister:
         return None if self._is_loaded(digest) else GONE
 
     def free_unused(self, used: Collection[str | None]) -> None:
-        """Frees the slots of unloaded adapters that no open request uses any more, and replies to those calls.
+        """Frees the slots of unloaded adapters that no open request still uses, and replies to those calls.
 
         Args:
             used: digests of the adapters of open requests.
@@ -145,11 +149,11 @@ class AdapterRegister:
 
 
 LATE_S: Final = 600.0
-"""For how long an adapter that was not loaded in time is waited for, to unload it again."""
+"""How long to wait for an adapter that was not loaded in time, to unload it again."""
 CALL_TIMEOUT_S: Final = 30.0
 """Timeout for loading or unloading an adapter."""
 LOOK_EVERY_S: Final = 0.05
-"""How often it is looked whether requests still use an adapter that is to go."""
+"""How often to check whether requests still use an adapter that is being unloaded."""
 _NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,127}")
 
 
@@ -180,11 +184,11 @@ class AdapterCalls:
         send: passes a message to the engine.
         is_used: whether an open request uses the adapter of this digest.
         are_fixed: the engine will refuse to unload any.
-        clock: tells for how long the engine has not answered.
+        clock: measures how long the engine has not answered.
 
     Attributes:
         loaded: name -> adapter, for all adapters that a request may use.
-        is_used: as above; of several replicas it is asked of all, as requests move.
+        is_used: as above; with several replicas it asks all of them, because requests move.
     """
 
     def __init__(
@@ -209,8 +213,8 @@ class AdapterCalls:
         self._has_started = False
 
     def start(self, loaded: Sequence[AdapterInfo]) -> None:
-        """Called when an engine has started with these adapters, or one that went on without its front has been reached again:
-        that one unloads what it loaded for a call that has failed meanwhile."""
+        """Called when an engine has started with these adapters, or when the front has reached one again that ran on without
+        it. The latter unloads what it loaded for a call that has failed since."""
         self._note_answer()
         known = {adapter.name for adapter in loaded}
         if self._has_started:
@@ -233,8 +237,8 @@ class AdapterCalls:
 
     @property
     def is_loading(self) -> bool:
-        """Whether the engine is loading an adapter, so it makes no step: also one that a cancelled call asked for. False once a
-        call has timed out, or the engine has answered none for as long."""
+        """Whether the engine is loading an adapter and therefore makes no step; a load that a cancelled call asked for counts
+        too. False once a call has timed out, or the engine has answered none for that long."""
         is_overdue = self._is_overdue or self._clock.now() - self._heard_s >= CALL_TIMEOUT_S
         return bool(self._loading or self._late) and not is_overdue
 
@@ -251,14 +255,14 @@ class AdapterCalls:
 
         Raises:
             InvalidRequestError: the name or the adapter cannot be used, or no slot is free; the message says why.
-            DeadlineError: the engine did not answer in time; when it has loaded it, it unloads it again, as if the call is
-                cancelled.
+            DeadlineError: the engine did not answer in time; once loaded, the adapter is unloaded again, as after a cancelled
+                call.
             EngineError: the engine ended.
         """
         check_adapter(name, path)
         if name in self._loading or name in self._leaving:
             raise InvalidRequestError(CHANGING, param="lora_name")
-        if name in self._late:  # the engine would have more and more to load, and make no step
+        if name in self._late:  # otherwise loads would pile up in the engine, and it would make no step
             raise InvalidRequestError(_STILL_LOADING, param="lora_name")
         is_new = name not in self.loaded
         if not self._loading and not self._late:
@@ -279,8 +283,8 @@ class AdapterCalls:
         return reply.adapter
 
     def _take_back(self, name: str) -> None:
-        """Has the engine unload what it loads too late, or for a cancelled call: nobody knows of it, and its name could not be
-        loaded again."""
+        """Has the engine unload an adapter that arrives too late, or whose call was cancelled: nobody knows of it, and its name
+        could not be loaded again."""
         self._late.add(name)
         task = asyncio.create_task(self._unload_late(name), name="unloading of a late adapter")
         self._unloading.add(task)
@@ -304,7 +308,7 @@ class AdapterCalls:
             DeadlineError: requests still use it; it is unloaded when they have ended.
             EngineError: the engine ended.
         """
-        if name in self._loading:  # the answers of both would come together, and the later one would count first
+        if name in self._loading:  # both replies would come together, and the later one would count first
             raise InvalidRequestError(CHANGING, param="lora_name")
         if name in self._leaving:
             raise NotFoundError(
@@ -352,7 +356,7 @@ class AdapterCalls:
     def _end_unload(self, task: asyncio.Task[None]) -> None:
         self._unloading.discard(task)
         if not task.cancelled():
-            task.exception()  # who called may have been told that it takes longer
+            task.exception()  # the caller may already have been told that it takes longer
 
     def deliver(self, reply: AdapterReply) -> None:
         """Dispatches a reply of the engine."""

@@ -1,5 +1,5 @@
-"""Memory that is used again. Opening a block into memory that the process just got takes several times as long: the kernel
-clears each page when it is first touched. Memory that is new all the same is cleared by one call, in a third of that time."""
+"""Reusable memory. Opening a block into fresh memory takes several times as long, because the kernel clears each page when it
+is first touched. Where fresh memory is unavoidable, one call clears it in a third of that time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ class BufferPool:
         self._num_free_bytes = 0
 
     def take(self, num_bytes: int) -> memoryview:
-        """Returns a buffer of so many bytes with any contents. It is given back when it and all of its parts are gone."""
+        """Returns a buffer of this many bytes, with arbitrary contents. It returns to the pool when it and all of its parts are
+        gone.
+        """
         size = -(-max(1, num_bytes) // _UNIT_BYTES) * _UNIT_BYTES
         try:
             memory = self._free.setdefault(size, []).pop()
@@ -38,7 +40,7 @@ class BufferPool:
         return view.data[:num_bytes]
 
     def _give_back(self, memory: mmap.mmap) -> None:
-        """May be called in any thread; counts may then be a little off, which bounds memory all the same."""
+        """Any thread may call it; counts may then be slightly off, and memory is bounded all the same."""
         size = len(memory)
         if self._num_free_bytes + size <= self._most_bytes:
             self._num_free_bytes += size

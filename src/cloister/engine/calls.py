@@ -1,4 +1,4 @@
-"""The front's calls to an engine that are no requests. Used from one event loop."""
+"""The front's calls to an engine other than requests. Used from one event loop."""
 
 from __future__ import annotations
 

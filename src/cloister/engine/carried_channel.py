@@ -26,7 +26,7 @@ from cloister.types.errors import ConfigError, EngineError
 from cloister.types.events import EngineMessage, FrontMessage
 
 HANDSHAKE_TIMEOUT_S: Final = 10.0
-NOT_REACHED: Final = "the engine of another machine of the unit is not reached"
+NOT_REACHED: Final = "the engine of another machine of the unit cannot be reached"
 
 
 class SealedMessageStream(MessageStream):

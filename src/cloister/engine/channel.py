@@ -44,9 +44,9 @@ class Boot(msgspec.Struct, frozen=True, tag=True):
         entry: "module:function"; the function takes the configuration and returns an EngineCore.
         import_path: the front's `sys.path`, so that both sides import the same code.
         log_format: the front's log format, which the engine uses too.
-        kv_secret: what all engines that exchange KV know, and nobody else; None: this one does not.
+        kv_secret: shared by all engines that exchange KV, and nobody else; None: this engine does not exchange KV.
         replica: its index among several replicas, for the log; None: it is the only engine.
-        is_restart: an engine before this one was ready, so a KV tier that cannot be used any more is left out.
+        is_restart: an engine before this one was ready, so a KV tier that can no longer be used is left out.
         kv_unit: its seat among the engines of a sealed node that exchange KV, whose two descriptors come along; None: it has
             none.
         kv_pool: its seat in the memory that engines share for KV, whose descriptor is the last one that comes along; None: it

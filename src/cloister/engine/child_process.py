@@ -36,7 +36,7 @@ class ForkedProcess:
         if self._status is None:
             try:
                 pid, status = os.waitpid(self.pid, os.WNOHANG)
-            except ChildProcessError:  # somebody else has waited for it
+            except ChildProcessError:  # another caller has waited for it
                 self._status = -signal.SIGKILL
             else:
                 self._status = os.waitstatus_to_exitcode(status) if pid else None
@@ -49,7 +49,7 @@ class ForkedProcess:
 
 
 async def explain_death(process: ProcessHandle) -> str:
-    """Returns why an engine that did not say that it is ready has ended, for an error."""
+    """Returns why an engine ended before it was ready, for an error message."""
     give_up_s = time.monotonic() + _LAST_WAIT_S
     while (status := process.poll()) is None and time.monotonic() < give_up_s:
         await asyncio.sleep(_EXIT_POLL_S)

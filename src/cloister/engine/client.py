@@ -65,11 +65,11 @@ NOT_STARTED: Final = "the engine has not been started"
 DRAINING: Final = "the server is shutting down; send the request again to another one, or later"
 RESTARTING: Final = "the engine is being restarted; send the request again in a few seconds"
 UNSTARTABLE: Final = "the engine ended and cannot be started again; the log says why"
-BROKEN: Final = "the engine died too often and is not restarted any more; the log says what it died of"
+BROKEN: Final = "the engine died too often and is no longer restarted; the log says why it died"
 STOP_GRACE_S: Final = 5.0
 """Time after the drain's deadline within which the engine must exit by itself."""
 HOLD_KV_S: Final = 15.0
-"""For how long an engine keeps the KV of a request that goes on in another one, which may load it."""
+"""How long an engine keeps the KV of a request that continues in another engine, which may load it."""
 
 _REST_POLL_S: Final = 0.02
 
@@ -83,18 +83,18 @@ class EngineClient(RequestClient):
         transport: the connection to the engine.
         config: the engine's settings; `max_waiting` and `max_num_seqs` also bound the queue here; `stall_timeout_s` the time
             without a step after which the engine is unhealthy (after twice that time it is replaced, if possible).
-        draw: draws when a request is tried that may have killed an engine; None: the system's random numbers.
+        draw: draws the time at which to try a request that may have killed an engine; None: the system's random numbers.
 
     Attributes:
         name: of its engine, in the log.
-        num_lost: engines that ended and were not told to.
+        num_lost: engines that ended without being told to.
         num_restarts: engines that were started in place of one that had died or hung.
         adapters: as above; of one engine.
         closed: why no request is accepted at present, or None.
         diagnose: called with the stack of an engine that hangs, before it is killed. None logs it.
         rescue: called with each request of an engine that has ended, if it can be resumed and need not be tried alone; returns
-            whether another client has adopted it. The others wait for this client's next engine. None if there is no other
-            client.
+            whether another client has adopted it. Requests that are not adopted wait for this client's next engine. None if
+            there is no other client.
         exchanges_kv: whether its engines give KV to other engines, and load theirs.
         kv_endpoint: where other engines load KV of its engine from; None if they cannot, or none runs.
         after_receive: called after each message of the engine was handled; None if nobody wants to know.
@@ -165,7 +165,7 @@ class EngineClient(RequestClient):
         """Begins without an engine, in place of `start`: a request, or `wake`, starts one.
 
         Args:
-            model: which that engine must have.
+            model: the model that this engine must have.
         """
         self.model, self.memory, self.startup = model, [], []
         self._requests.fingerprint = model.fingerprint
@@ -182,7 +182,7 @@ class EngineClient(RequestClient):
 
     @property
     def fingerprint(self) -> str:
-        """Of its engine's weights; empty before there was one."""
+        """Fingerprint of its engine's weights; empty before the first engine."""
         return self._requests.fingerprint or ""
 
     @property
@@ -347,7 +347,7 @@ class EngineClient(RequestClient):
         return self._requests.snapshots()
 
     def detach_request(self, request_id: str, *, keeps_kv: bool = True) -> InFlightRequest | None:
-        """Aborts a request here, without a word to its waiter: another client adopts what it returns. None if it has ended.
+        """Aborts a request here without telling its waiter: another client adopts what it returns. None if it has ended.
 
         Args:
             keeps_kv: for an engine that loads it; False: that has computed or loaded all, and others need the blocks.
@@ -358,7 +358,7 @@ class EngineClient(RequestClient):
                 self.hold(request_id)
             self._send(Abort(request_id))
         if found is not None and keeps_kv and self.kv_endpoint is not None:
-            self._idle.note_use(self._clock.now() + HOLD_KV_S)  # the other engine may load its KV for so long
+            self._idle.note_use(self._clock.now() + HOLD_KV_S)  # the other engine may load its KV for this long
         self._send_due()
         return found
 
@@ -380,7 +380,7 @@ class EngineClient(RequestClient):
         self._send(message)
 
     def cancel_prefetch(self, request_id: str) -> None:
-        """Ends what `prefetch` began: the request does not come."""
+        """Cancels a `prefetch` whose request does not come."""
         held = [call for call in self._held_calls if isinstance(call, PrefetchKV) and call.request.request_id == request_id]
         for call in held:
             self._held_calls.remove(call)
@@ -393,7 +393,7 @@ class EngineClient(RequestClient):
         self._send(LeasePrefix(request.request_id, request, lease_s, where))
 
     def renew_prefix(self, name: str, lease_s: float) -> None:
-        """Has a lease of a prefix last for so long from now on; 0: ends it."""
+        """Extends a lease of a prefix to this time from now; 0: ends it."""
         self._send(RenewPrefix(name, lease_s))
 
     def hold(self, request_id: str) -> None:
@@ -402,7 +402,7 @@ class EngineClient(RequestClient):
             self._send(HoldKV(request_id, HOLD_KV_S))
 
     def adopt(self, found: InFlightRequest, source: str | None = None) -> None:
-        """Takes over a request that another client released or whose engine was lost, with what it had there.
+        """Takes over a request that another client released or whose engine was lost, with its output from there.
 
         Args:
             source: endpoint of an engine that has its KV.
@@ -420,8 +420,8 @@ class EngineClient(RequestClient):
         return self._requests.num_shadows
 
     def add_shadow(self, found: InFlightRequest) -> Shadow | None:
-        """Has the engine go on with a request of another client, whose own engine goes on too. Returns what it says, which
-        reaches nobody before `take_over`; None if that is impossible now."""
+        """Has the engine continue a request of another client, whose own engine continues it too. Returns the shadow, whose
+        output reaches nobody before `take_over`; None if that is impossible now."""
         if not self._is_open or self.closed is not None or self._requests.holds_back:
             return None
         shadow = self._requests.add_shadow(found)
@@ -436,16 +436,16 @@ class EngineClient(RequestClient):
             self._send(Abort(request_id))
 
     def take_over(self, request_id: str) -> None:
-        """Goes on with a request whose shadow is here, and which its own client has released."""
+        """Continues a request whose shadow is here and which its own client has released."""
         self._num_routed += 1
         self._requests.take_over(request_id)
 
     def give_up(self) -> None:
-        """Opens no further engine when this one has ended, or does not start: others go on with its requests."""
+        """Starts no further engine when this one has ended or does not start: other replicas continue its requests."""
         self._is_given_up = True
 
     def detach(self) -> None:
-        """Tells nobody of anything any more: another client has its place."""
+        """Stops all notifications: another client has its place."""
         self.rescue = self.diagnose = self.after_receive = self.after_failure = self.after_end = self.on_prefix_leased = None
         self._requests.unsubscribe_all()
 
@@ -560,8 +560,8 @@ class EngineClient(RequestClient):
             self._transport.kill()
             await self._transport.close()
             raise EngineError(
-                f"it started again with other weights or formats ({ready.model.fingerprint}, not {before}), and answers "
-                "would go on with them. Put the files of the model back, or restart the server"
+                f"it started again with other weights or formats ({ready.model.fingerprint}, not {before}), with which "
+                "answers must not continue. Put the files of the model back, or restart the server"
             )
         self._introduce(ready)
         self._watchdog.restart(self._clock.now())
@@ -648,7 +648,7 @@ class EngineClient(RequestClient):
         self._transport.kill()
 
     async def _end_idle_engine(self) -> None:
-        """Has an engine without requests end. Requests that come from now on wait for the next one."""
+        """Ends an engine without requests. Requests that come from now on wait for the next one."""
         self._send(Shutdown(0.0))
         self._is_open, self._is_resting = False, True
         self.kv_endpoint = None
@@ -717,7 +717,7 @@ class EngineClient(RequestClient):
         """Restarts the engine, or gives up permanently.
 
         Args:
-            is_wanted: the last engine was idle, so this start is none that counts.
+            is_wanted: the last engine was idle, so this start does not count as a restart.
         """
         restarts = self._supervision.restarts
         while not (self._is_open or self._is_draining or self._is_given_up) and restarts is not None:
@@ -739,7 +739,7 @@ class EngineClient(RequestClient):
                     _logger.error("%s did not start again: %s", self.name, error.message)
                 self._stop_accepting()
                 self.adapters.fail_all(RESTARTING)
-                if self.rescue is not None:  # others may accept what came while this one was idle
+                if self.rescue is not None:  # other replicas may accept what came while this one was idle
                     self._requests.release(self.rescue, confined=not self._replaces)
                 is_wanted = False
                 continue

@@ -147,11 +147,11 @@ class EngineCore:
         return None if self._transfer is None else self._transfer.links.endpoint
 
     def exchange_kv(self, make_links: Callable[[KVFormat], KVLinks], *, of_requests_only: bool = False) -> None:
-        """Lets this engine give cached KV to others, and load theirs. Call it before the first request.
+        """Lets this engine give cached KV to others and load theirs. Call it before the first request.
 
         Args:
             make_links: returns connections to other engines with this format.
-            of_requests_only: others get KV of requests that are here, or went on elsewhere, and of no others.
+            of_requests_only: others get only KV of requests that are here or continued elsewhere.
 
         Raises:
             ConfigError: the program cannot.
@@ -176,7 +176,7 @@ class EngineCore:
             codec: `kv_tier_codec`: how they compress KV.
             admission: `kv_tier_admission`: which blocks full ones store.
             pool: descriptor of the memory that engines share, and this one's seat.
-            machine: on which it runs; None: this one.
+            machine: where it runs; None: this machine.
 
         Raises:
             ConfigError: a tier cannot be used, or the program cannot export KV, or it cannot be compressed.
@@ -329,8 +329,8 @@ class EngineCore:
                 self._drain_by_s = now + timeout_s
 
     def _make_heartbeat(self, emit: Callable[[Outputs], None] | None, now: float) -> Callable[[], None]:
-        """Returns what is called while something goes on between two steps, such as a load from a slow disk: the front does not
-        take the engine for one that hangs."""
+        """Returns a callback to call during long work between two steps, such as a load from a slow disk, so that the front
+        does not think that the engine hangs."""
         told_s = now
 
         def beat() -> None:

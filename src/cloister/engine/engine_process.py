@@ -37,8 +37,8 @@ from cloister.types.processes import end_with_parent, lower_priority, name_proce
 SEND_TIMEOUT_S: Final = 60.0
 """A front that reads nothing for this long is considered dead."""
 NICENESS: Final = 5
-"""Of the threads that compute, a third of the front's share of a core that both want: the front needs little, and each request
-and token passes through it."""
+"""Niceness of the threads that compute: they get a third of the front's share of a core that both want. The front needs little,
+and each request and token passes through it."""
 
 _logger = logging.getLogger("cloister.engine.engine_process")  # it runs as `__main__`, whose messages no log shows
 
@@ -73,7 +73,7 @@ def serve(sock: socket.socket, make_core: Callable[[channel.Boot, Send], EngineC
     kv_pool = None if boot.kv_pool is None else (descriptors.pop(), boot.kv_pool)
     unit_ends = [] if boot.kv_unit is None else [socket.socket(fileno=fd) for fd in descriptors[-NUM_DESCRIPTORS:]]
     descriptors = descriptors[: len(descriptors) - len(unit_ends)]
-    stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody near asks for stacks (`cluster.remote.host`)
+    stacks_fds, listeners = descriptors[:1], descriptors[1:]  # none: nobody here asks for stacks (`cluster.remote.host`)
     for stacks_fd in stacks_fds:
         faulthandler.register(STACKS_SIGNAL, file=stacks_fd, all_threads=True)  # the same, even while a native call runs
     set_up(boot)
@@ -176,7 +176,9 @@ def _make_sealed(secret: bytes, seat: UnitSeat, ends: Sequence[socket.socket]) -
 
 
 def _open_tiers(core: EngineCore, config: EngineConfig, kv_pool: tuple[int, PoolSeat] | None, *, is_restart: bool) -> None:
-    """Opens the tiers. A disk that has filled up or is gone must not keep an engine from starting again: it goes on without."""
+    """Opens the tiers. A disk that is full or gone must not keep an engine from starting again: the engine runs without that
+    tier.
+    """
     assert config.kv_tier is not None
     try:
         core.open_kv_tiers(config.kv_tier, kv_pool, config.kv_tier_codec, config.kv_tier_admission)

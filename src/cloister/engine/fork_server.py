@@ -28,7 +28,7 @@ FORK_TIMEOUT_S: Final = 10.0
 """A fork takes milliseconds; a template that is silent for longer hangs."""
 MAX_CRASHES: Final = 3
 """A template with this many crashed forks is replaced. Its forks share their addresses, which an attacker who crashes one after
-another must not learn bit by bit; and a broken state must not be forked for ever."""
+another must not learn bit by bit; and a broken state must not be forked forever."""
 _NUM_ATTEMPTS: Final = 2
 
 MESSAGE_BYTES: Final = 1 << 20
@@ -91,7 +91,7 @@ class ForkServer:
         Raises:
             CloisterError: it cannot be built.
         """
-        # an engine gets these, the template, which is that of all replicas, does not
+        # only an engine gets these, not the template, which all replicas share
         boot = msgspec.structs.replace(boot, kv_secret=None, kv_pool=None, is_restart=False, replica=None)
         num_failures = self._num_failures
         async with self._lock:
@@ -120,7 +120,7 @@ class ForkServer:
                 await self._end_template()
 
     async def _check(self, boot: channel.Boot) -> None:
-        """Ends a template that cannot be forked for `boot`, or not any more."""
+        """Ends a template that cannot be forked for `boot`."""
         self._count_crashes()
         if self._num_crashes >= MAX_CRASHES or (self._template is not None and self._template.boot != boot):
             await self._end_template()
@@ -174,8 +174,8 @@ class ForkServer:
         self._replacing = asyncio.get_running_loop().create_task(self._replace(dead), name="replacement of a template")
 
     async def _replace(self, dead: _Template) -> None:
-        """Makes another template in place of one that has died, so that no engine has to wait for it. After too many, the next
-        engine makes one."""
+        """Replaces a template that has died, so that no engine has to wait for it. After too many deaths, the next engine makes
+        one."""
         delay_s = self._restarts.next_delay_s(time.monotonic())
         if delay_s is None:
             return
@@ -183,7 +183,7 @@ class ForkServer:
         async with self._lock:
             self._count_crashes()
             if self._template is not dead:
-                return  # an engine has needed another one, or none is needed any more
+                return  # an engine has needed another one, or none is needed any longer
             _logger.warning("the template of engines has died; it is replaced")
             await self._end_template()
             if not self.num_users or not (self._engines or self._keeps_template):
@@ -262,7 +262,7 @@ class _Template:
             os.close(fd)
 
     def let_go(self) -> None:
-        """Leaves it to itself: it is an engine now."""
+        """Lets go of it: it is an engine now."""
         self._unwatch()
         self._control.close()
 

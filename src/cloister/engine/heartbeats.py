@@ -1,10 +1,10 @@
 """Heartbeats over a worker's channel to an engine of another machine: both ends notice a network that holds the connection open
-and passes nothing on, or little of it. Pure: no I/O, no clock.
+but passes on little or nothing. Pure: no I/O, no clock.
 
 The worker sends an empty record, and the engine answers with one, behind all that it has sent before. Records are sealed and
-numbered, so nobody else can make an answer, and nobody can let it pass before the rest: what an attacker holds back is at most
-`LATE_S` late, or the connection ends. Time is counted in looks, which a process that gets no processor time does not make: so a
-starved process takes nobody for lost, though others may take it for lost.
+numbered, so nobody else can make an answer or deliver it ahead of the rest: an attacker can delay data by at most `LATE_S`, or
+the connection ends. Time is counted in looks. A process that gets no processor time makes none, so a starved process declares
+nobody lost, though others may declare it lost.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from __future__ import annotations
 from typing import Final
 
 LOOK_S: Final = 0.5
-"""Between two looks of either end."""
+"""Time between two looks of either end."""
 PAUSE_S: Final = 1.0
-"""From an answer to the next heartbeat."""
+"""Time from an answer to the next heartbeat."""
 LATE_S: Final = 6.0
-"""A worker waits so long for an answer, and longer for what else passes (`SLOWEST_BYTES_S`)."""
+"""How long a worker waits for an answer; longer by what else passes (`SLOWEST_BYTES_S`)."""
 SLOWEST_BYTES_S: Final = 2**20
-"""What a network between machines of a unit carries at least, bytes per second."""
+"""Least bandwidth of a network between machines of a unit, in bytes per second."""
 SILENT_S: Final = 10.0
-"""An engine waits so long for the next record, and longer for what it sends: a worker sends its next heartbeat once it has the
-last answer."""
+"""How long an engine waits for the next record; longer by what it sends, because a worker sends its next heartbeat once it has
+the last answer."""
 
 
 class Heartbeat:
@@ -46,7 +46,7 @@ class Heartbeat:
         self._is_awaited = False
 
     def look(self) -> bool:
-        """Called every `LOOK_S`; returns whether a heartbeat is to be sent now."""
+        """Called every `LOOK_S`; returns whether to send a heartbeat now."""
         self._num_looks += 1
         if self._is_awaited or self._num_looks * LOOK_S < PAUSE_S:
             return False
@@ -79,5 +79,5 @@ class Silence:
 
     @property
     def is_long(self) -> bool:
-        """Whether the worker is not reached any more."""
+        """Whether the worker can no longer be reached."""
         return self._num_looks * LOOK_S > SILENT_S + self._num_bytes / SLOWEST_BYTES_S

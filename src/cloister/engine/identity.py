@@ -1,8 +1,8 @@
-"""Keys and certificates with which processes know each other: TLS 1.3, each side expects one certificate.
+"""Keys and certificates by which processes recognise each other: TLS 1.3, each side expects one certificate.
 
 A front and an engine host each draw a key, which never leaves the process. Only certificates are handed over, through whatever
-starts the host: they are no secret, but must not be exchanged for others on their way. Engines that exchange KV have one key
-among them, derived from the secret that their front gives them.
+starts the host: they are not secret, but nobody may replace them on the way. Engines that exchange KV share one key, derived
+from the secret that their front gives them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cryptography.x509.oid import NameOID
 
 from cloister.types.errors import ConfigError
 
-# No machine's clock decides about a certificate: the other side knows every bit of it (RFC 5280, 4.1.2.5: no expiry).
+# A certificate never expires (RFC 5280, 4.1.2.5), so no machine's clock matters: the other side knows every bit of it.
 _ALWAYS: Final = (
     datetime.datetime(2000, 1, 1, tzinfo=datetime.UTC),
     datetime.datetime(9999, 12, 31, 23, 59, 59, 0, datetime.UTC),
@@ -51,7 +51,7 @@ class Identity:
 
     @classmethod
     def derive(cls, secret: bytes) -> Identity:
-        """Returns the identity of those who know a secret of 32 random bytes: one key and certificate (Ed25519) for all."""
+        """Returns the identity that all holders of a secret of 32 random bytes share: one key and certificate (Ed25519)."""
         key = ed25519.Ed25519PrivateKey.from_private_bytes(HKDF(hashes.SHA256(), 32, None, b"cloister/identity").derive(secret))
         return cls._of(key, _certificate(key.public_key(), 1).sign(key, None))
 
@@ -112,14 +112,14 @@ def read_peer(certificate: str) -> bytes:
     """Returns the DER form of one certificate in PEM.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: it is not a certificate.
     """
     try:
         return x509.load_pem_x509_certificate(certificate.encode()).public_bytes(serialization.Encoding.DER)
     except ValueError:
-        raise ConfigError("the other side's certificate is no PEM; start both sides with the same version") from None
+        raise ConfigError("the other side's certificate is not in PEM; start both sides with the same version") from None
 
 
 def is_peer(connection: object, certificate: bytes) -> bool:
-    """Whether the other side of a TLS connection has shown just this certificate (DER), not one that it signed."""
+    """Whether the other side of a TLS connection has shown exactly this certificate (DER), not one that it signed."""
     return isinstance(connection, ssl.SSLObject | ssl.SSLSocket) and connection.getpeercert(binary_form=True) == certificate

@@ -46,13 +46,14 @@ _NUM_COMPLETIONS: Final = 64
 _MAX_RETRY_S: Final = 60.0
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 POISONED: Final = (
-    "the engine died whenever it computed this request, at last with no other one beside it; it is not tried again: change it"
+    "the engine died whenever it computed this request, the last time with no other request beside it, so it is not "
+    "tried again; change the request"
 )
 PERHAPS_POISONED: Final = (
-    "three engines died while they had this request, perhaps of another one that they had too; send it again, and change it if "
+    "three engines died while they had this request, perhaps because of another one; send it again, and change it if "
     "that happens again"
 )
-"""For those who cannot know what else an engine had, as workers of a sealed node."""
+"""For clients that cannot know what else an engine had, such as workers of a sealed node."""
 
 _logger = logging.getLogger(__name__)
 
@@ -67,7 +68,7 @@ class EngineStats:
     Attributes:
         num_beam_tokens: as in `Ended`.
         fingerprint: of the weights of the engine that has or had it; they stay the same once its answer has begun.
-        replicas: which had it, in order; empty where there is one engine.
+        replicas: those that had it, in order; empty if there is one engine.
     """
 
     num_prompt_tokens: int = 0
@@ -128,15 +129,15 @@ class InFlightRequest:
     """One request that the engine has.
 
     Attributes:
-        sink: called with its outputs; None if nothing waits for them any more.
+        sink: called with its outputs; None if nothing waits for them.
         open: indexes of the sequences that have not ended.
         seed: seed of its sampling noise, if the request has none.
         token_ids: its output so far, by index, from which another engine can resume it.
         is_prefilled: it was in its engine for its first token only, and has left it (`Submit.prefill_only`).
-        suspect: what it has to do with the deaths of its engines.
-        arrived_s, first_token_s: when this side heard of it, by its own clock, which the engine need not share.
+        suspect: its part in the deaths of its engines.
+        arrived_s, first_token_s: when this side learned of it, by its own clock, which the engine need not share.
         source: endpoint of an engine that has its KV, for the next one that gets it.
-        prefill_hold_s: that engine computes its first token only, and keeps its KV for so long; 0: it computes all.
+        prefill_hold_s: that engine computes its first token only, and keeps its KV for this long; 0: it computes all.
     """
 
     __slots__ = (
@@ -208,7 +209,7 @@ class InFlightRequest:
 
     @property
     def is_begun(self) -> bool:
-        """Whether its client has had something of its answer, which only the same weights can continue."""
+        """Whether its client has received part of its answer, which only the same weights can continue."""
         return self.has_output or len(self.open) < len(self.token_ids)
 
     def is_overdue(self, now: float) -> bool:
@@ -227,8 +228,8 @@ class InFlightRequest:
         )
 
     def submission(self, now: float) -> Submit:
-        """Returns the message that hands the request to another engine: what it was, and what it had in one that was lost. It
-        has arrived."""
+        """Returns the message that hands the request to another engine: the request itself, and its output from the engine that
+        was lost. It has arrived."""
         stats = self.stats
         assert self.arrived_s is not None
         resumption = Resumption(
@@ -272,7 +273,7 @@ class InFlightRequests:
         max_num_seqs: sequences that run at once; an idle engine accepts this many requests without queueing.
 
     Attributes:
-        fingerprint: of the engine's weights; None before it was there.
+        fingerprint: of the engine's weights; None before the first one.
         holds_back: requests wait because one that may kill the engine is tried alone (`engine.poison_requests`).
     """
 
@@ -385,14 +386,15 @@ class InFlightRequests:
         Args:
             is_held: the engine does not have it yet; `take_due` returns its message later.
             source: endpoint of an engine that has KV of the prompt, for that message.
-            prefill_hold_s: that message asks for the first token only, and to keep the KV for so long; 0: for all.
+            prefill_hold_s: that message asks for the first token only, and to keep the KV for this long; 0: for the whole
+                answer.
         """
         found = self._by_id[request.request_id] = InFlightRequest(request, sink, self._clock.now(), observer, seed)
         self._note_engine(found)
         if is_held:
             self._held[request.request_id] = found
             found.source, found.prefill_hold_s = source, prefill_hold_s
-            self._arrive(found)  # no engine says it for as long as none has it
+            self._arrive(found)  # no engine reports it while none has it
 
     def is_held(self, request_id: str) -> bool:
         """Whether a request waits until the engine can have it."""
@@ -444,13 +446,13 @@ class InFlightRequests:
         the reply, those whose deadline has passed, and one that is found to kill its engines. Returns how many it keeps.
 
         Args:
-            is_dead: False: perhaps only the network to it has failed, which no request has done.
+            is_dead: False: perhaps only the network to it has failed, which no request can cause.
             is_shared: the engine may have had requests of clients that this one does not know.
         """
         sent = [found for request_id, found in self._by_id.items() if request_id not in self._held]
         culprit = None if self._of_others or not is_dead else judge([found.suspect for found in sent], is_shared=is_shared)
         if self._leaving:
-            culprit = None  # it was not alone: the engine also had what was leaving it, shadows included
+            culprit = None  # it was not alone: the engine also had requests that were leaving it, shadows included
         self.lose_engine()
         now = self._clock.now()
         for found in sent:
@@ -480,7 +482,8 @@ class InFlightRequests:
         """Forgets a request that goes on in another engine; returns it, or None if it has ended, nothing waits
         for it, or it must be tried where it is.
 
-        What its engine still says of it is dropped, up to its end there: the other engine says it too. So it may come back.
+        Everything that its engine still reports of it is dropped, up to its end there, because the other engine reports it too.
+        So it may come back.
 
         Args:
             is_running: its engine runs, and will report its end once it has read an abort.
@@ -557,7 +560,7 @@ class InFlightRequests:
         self._by_id[request_id] = found
         now, left = self._clock.now(), set(found.open)
         for item in list(shadow.news(found.token_ids, found.open)):
-            match item:  # nobody has seen it before: it happens now
+            match item:  # nobody has seen it yet: it happens now
                 case SequenceOutput():
                     self._pass_on(found, item)
                 case Progressed():
@@ -588,15 +591,15 @@ class InFlightRequests:
         return any(found.suspect.standing is Standing.CONFINED for found in self._by_id.values())
 
     def lose_engine(self) -> None:
-        """Forgets the load of an engine that has ended, and what it had yet to say."""
+        """Forgets the load of an engine that has ended, and reports that never came."""
         self._last_step = None
         self._of_others.clear()
         self._leaving.clear()
         self._shadows.clear()
 
     def deliver(self, message: Outputs) -> None:
-        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and what is said of
-        requests that have left.
+        """Dispatches the outputs and events of a step; drops ends of sequences that have already ended, and reports on requests
+        that have left.
 
         An engine reports what an abort ends before the step that follows, so no message has tokens of a request both before
         it left and after its return; it may have both ends, in this order.
@@ -659,7 +662,7 @@ class InFlightRequests:
         self._tell(event)
 
     def _note_leaving(self, event: Event) -> None:
-        """Its engine has ended a request that left: what that engine says of the same id from now on is of its return."""
+        """Its engine has ended a request that left: from now on its reports of the same id are of the request's return."""
         if isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
             self._leaving[event.request_id] -= 1
             if not self._leaving[event.request_id]:
@@ -667,7 +670,7 @@ class InFlightRequests:
 
     def _note_other(self, event: Event) -> None:
         """Counts requests of other clients, so that an engine that hangs on one of them is detected."""
-        if isinstance(event, Arrived | Scheduled):  # what goes on from another engine does not arrive again
+        if isinstance(event, Arrived | Scheduled):  # a request that another engine had does not arrive again
             self._of_others.add(event.request_id)
         elif isinstance(event, PrefillDone) or (isinstance(event, Ended) and event.last):
             self._of_others.discard(event.request_id)

@@ -1,7 +1,7 @@
 """Frames between two engines that exchange KV: four bytes of length, big-endian, and that many bytes of one message in msgpack.
 
-The contents of blocks are no part of a frame: they are not copied to pack and unpack them. They follow the frame on its socket
-(`StreamPath`), or lie where both engines reach them (`engine.kv_shared_memory`).
+The contents of blocks are not part of a frame, so that packing and unpacking does not copy them. They follow the frame on its
+socket (`StreamPath`), or lie where both engines reach them (`engine.kv_shared_memory`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _M = TypeVar("_M")
 
 
 class KVLinkError(CloisterError):
-    """A peer said something that no engine says, or not in time."""
+    """A peer sent something that no engine sends, or sent it too late."""
 
     code = "kv_link_error"
 
@@ -36,7 +36,7 @@ class KVInbox(Protocol):
     """Where the contents of one pull arrive, at the engine that asked."""
 
     def invite(self, sock: socket.socket, deadline_s: float) -> None:
-        """Tells the source where to put them."""
+        """Tells the source where to put the contents."""
         ...
 
     def receive(self, sock: socket.socket, num_bytes: int, deadline_s: float) -> memoryview:
@@ -48,7 +48,7 @@ class KVInbox(Protocol):
         """Ends it.
 
         Args:
-            is_whole: all parts have come, so the source writes no more.
+            is_whole: all parts have come, so the source will not write again.
         """
         ...
 
@@ -69,7 +69,7 @@ class StreamPath:
     """Contents that follow their frame on its socket (protocols `KVInbox` and `KVOutbox`)."""
 
     def invite(self, sock: socket.socket, deadline_s: float) -> None:
-        """There is nothing to tell."""
+        """Nothing to do: the contents follow on the socket."""
 
     def receive(self, sock: socket.socket, num_bytes: int, deadline_s: float) -> memoryview:
         return memoryview(read_exactly(sock, num_bytes, deadline_s))
@@ -80,7 +80,7 @@ class StreamPath:
             sock.sendall(piece)
 
     def close(self, *, is_whole: bool = True) -> None:
-        """The socket is closed by those who opened it."""
+        """Nothing to do: the opener of the socket closes it."""
 
 
 def pack(message: msgspec.Struct) -> bytes:
@@ -104,7 +104,7 @@ def receive_frame(sock: socket.socket, decoder: msgspec.msgpack.Decoder[_M], max
 
 
 def read_exactly(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
-    """Receives so many bytes. Raises KVPeerGoneError if the peer leaves before, TimeoutError if it takes too long."""
+    """Receives this many bytes. Raises KVPeerGoneError if the peer leaves before, TimeoutError if it takes too long."""
     buffer = bytearray(num_bytes)
     view, filled = memoryview(buffer), 0
     while filled < num_bytes:

@@ -1,12 +1,11 @@
 """Contents of KV that pass through Mooncake's transfer engine (decisions/0050).
 
-Mooncake writes from registered memory of one process into that of another one. It asks nobody who they are, encrypts nothing,
-and listens on all addresses of the machine. So what is registered never has anything but ciphertext: parts are sealed with
-AES-256-GCM under a key that the engine that asks draws for each pull, and sends over the connection between both. What it opens
-is a copy.
+Mooncake writes from registered memory of one process into registered memory of another. It authenticates nobody, encrypts
+nothing, and listens on all addresses of the machine. So registered memory only ever holds ciphertext: parts are sealed with
+AES-256-GCM under a key that the asking engine draws for each pull and sends over the connection between both. It opens a copy.
 
 A write that is late cannot be called back: it may read and write registered memory at any time after. Memory of such a pull
-stays registered, and is used by nobody any more.
+stays registered and is not used again for a while (`QUARANTINE_S`).
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ ADDRESS: Final = "127.0.0.1"
 NUM_MEMORIES: Final = 24
 """Pieces of memory that an engine registers at most, of all sizes; 8 pulls and 16 engines that are served use one each."""
 QUARANTINE_S: Final = 60.0
-"""Memory of a pull that broke off is used again after so long. A write that comes even later spoils a part of another pull,
+"""Memory of a pull that broke off is reused after this time. A write that comes even later spoils a part of another pull,
 which does not open then, so that its KV is computed."""
 _TAG_BYTES: Final = 16
 _MAX_INVITATION_BYTES: Final = 4096
 _READ: Final = b"\x06"
-"""Says that one more part was read."""
+"""Tells the source that one more part was read."""
 _SHORTEST_NAP_S: Final = 50e-6
 _LONGEST_NAP_S: Final = 1e-3
 
@@ -97,14 +96,14 @@ class Mooncake:
 
     Args:
         engine: a `mooncake.engine.TransferEngine` that was started.
-        session: what others call it.
+        session: the name under which others reach it.
         clock: seconds that only grow.
     """
 
     def __init__(self, engine: Any, session: str, clock: Callable[[], float] = time.monotonic) -> None:
         self.engine, self.session, self._clock = engine, session, clock
         self._idle: list[RegisteredHalves] = []
-        self._made: list[RegisteredHalves] = []  # also what nobody uses any more: a late write must find it
+        self._made: list[RegisteredHalves] = []  # also memory that is no longer used: a late write must find it
         self._set_aside: list[tuple[float, RegisteredHalves]] = []  # when, oldest first
         self._lock = threading.Lock()
 
@@ -126,7 +125,7 @@ class Mooncake:
         return cls(engine, f"{ADDRESS}:{engine.get_rpc_port()}")
 
     def take(self, half_bytes: int) -> RegisteredHalves:
-        """Returns memory that nobody uses. Raises OSError if there is none, because writes that were late may still use it."""
+        """Returns memory that is free. Raises OSError if there is none, because late writes may still use it."""
         with self._lock:
             while self._set_aside and self._clock() - self._set_aside[0][0] >= QUARANTINE_S:
                 self._idle.append(self._set_aside.pop(0)[1])
@@ -142,7 +141,7 @@ class Mooncake:
             return self._made[-1]
 
     def give_back(self, halves: RegisteredHalves) -> None:
-        """Takes back memory that no write uses any more."""
+        """Takes back memory that no write can still use."""
         with self._lock:
             self._idle.append(halves)
 

@@ -1,9 +1,9 @@
-"""Memory of another engine, between two steps: what one engine borrows of the next one's part of the shared pool, and lends of
+"""Borrowed memory, between two steps: one engine borrows slots of the next engine's part of the shared pool, and lends slots of
 its own (decisions/0046).
 
-Nothing is asked and answered: both read words of each other's part. A lender takes its slots back by saying so and writing
-there; what it overwrites does not open, which is a miss. What the borrower still writes may spoil blocks of the lender, which
-is a miss too. No wrong bit can come of either, as a block is sealed together with what it is.
+No messages are exchanged: both read words of each other's part. A lender takes its slots back by announcing it and writing
+there. What it overwrites does not open, which is a miss. What the borrower still writes may spoil blocks of the lender, which
+is a miss too. Neither can produce a wrong bit, because a block is sealed together with its description.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PeerLoans:
         ConfigError: there are too few slots to lend some.
 
     Attributes:
-        index: what is in borrowed memory.
-        file: the borrowed slots; those that this engine lends while it has borrowed none, and then nothing is written.
+        index: the contents of borrowed memory.
+        file: the borrowed slots; while it has borrowed none, those that this engine lends, and then nothing is written.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class PeerLoans:
         self._loan: LentSlots | None = None
 
     def follow(self, now: float) -> None:
-        """Notes what the next engine lends and has taken back, and lends again what nobody needs here."""
+        """Notes what the next engine lends and has taken back, and lends again what this engine does not need."""
         self._member.ask_for_loan(wants=self._own.needs_more and not self._own.is_lending)
         if self._own.may_lend(now) and self._member.is_asked():
             self._own.lend()

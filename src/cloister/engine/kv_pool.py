@@ -1,6 +1,6 @@
 """Memory that the engines of one machine share for KV: the front makes it, and gives each engine a part (decisions/0039).
 
-A part is written by its engine alone, and all may read it (`engine.kv_pool_member`). When its engine has ended, in whatever
+Only its own engine writes a part, and all engines may read it (`engine.kv_pool_member`). When its engine has ended, in whatever
 way, the front wipes the part before another engine gets it.
 """
 
@@ -22,13 +22,13 @@ PAGE_BYTES: Final = mmap.ALLOCATIONGRANULARITY
 
 
 class PoolSeat(msgspec.Struct, frozen=True):
-    """What one engine is told of the pool, whose descriptor comes along.
+    """What the front tells an engine about the pool, whose descriptor comes along.
 
     Attributes:
         secret: key under which announcements are sealed; the engines of the pool have it, and nobody else.
         part: the engine's own part.
         num_parts, part_bytes: of the pool.
-        writer: number of the engine, which no other one in the life of the pool has; at least 1.
+        writer: number of the engine, unique during the life of the pool; at least 1.
     """
 
     secret: bytes
@@ -54,7 +54,7 @@ class KVPool:
         ConfigError: none may be locked for its secret.
 
     Attributes:
-        fd: the memory. It cannot change its length, so that nobody who maps it dies.
+        fd: the memory. Its length cannot change, so that a process that maps it cannot die of that.
     """
 
     def __init__(self, part_bytes: int, num_parts: int) -> None:
@@ -76,14 +76,14 @@ class KVPool:
             if not self._free:
                 return None
             secret = self._keys.copy(self._secret)
-            assert secret is not None  # it is kept for as long as the front runs
+            assert secret is not None  # it lives as long as the front
             return PoolSeat(secret, self._free.pop(0), self.num_parts, self.part_bytes, next(self._writers))
 
     def free_seat(self, seat: PoolSeat) -> None:
         """Wipes the part of an engine that has ended: its pages go back to the system, and read as zeros. Takes a tenth of a
         second for each GiB, about."""
         start = seat.part * self.part_bytes
-        self._map[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)  # from now on nobody looks for anything there
+        self._map[start : start + PAGE_BYTES] = bytes(PAGE_BYTES)  # from now on no engine looks there
         self._map.madvise(mmap.MADV_REMOVE, start, self.part_bytes)
         with self._lock:
             self._free = sorted([*self._free, seat.part])

@@ -2,8 +2,8 @@
 
 A part begins with a page that says whose it is, and how it is laid out. Then come the last changes, as a ring of places; a
 record for each slot, which says what the slot holds; and the slots. A record has the key of its block with it, sealed under the
-pool's secret, so what a record's wiping leaves behind cannot be opened. Nothing here is trusted: whatever is torn, stale, in
-another place or made by somebody else does not open, which is a miss.
+pool's secret, so what a record's wiping leaves behind cannot be opened. Nothing here is trusted: whatever is torn, stale,
+misplaced or forged does not open, which is a miss.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from cloister.types.errors import ConfigError
 
 RECORD_BYTES: Final = 192
 RING_WORDS: Final = 8192
-"""Changes that others may be behind with before they read all records again."""
+"""How many changes others may lag behind before they read all records again."""
 MAX_FOLLOWED: Final = 256
-"""Records that are read between two steps: some milliseconds."""
+"""Records to read between two steps: this takes some milliseconds."""
 NUMBER_BITS: Final = 40
-"""Sealings of one engine are numbered with so many bits; the others tell engines apart."""
+"""Bits that number the sealings of one engine; the other bits tell engines apart."""
 _WORD: Final = 8
 _WRITER, _HEAD, _NUM_WORDS = 0, 1, 2
 _WANTS, _OFFER = PAGE_BYTES // _WORD - 2, PAGE_BYTES // _WORD - 1
@@ -58,7 +58,7 @@ class _Header(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True):
-    """What a slot holds, as `TierBlock` says it, and under which key."""
+    """What a slot holds, as in `TierBlock`, and under which key."""
 
     root: bytes
     owner: bytes
@@ -90,13 +90,13 @@ class LentSlots:
 
 @dataclass(slots=True)
 class _Part:
-    """Where things are in a part, and how far this engine has followed it.
+    """The layout of a part, and how far this engine has followed it.
 
     Attributes:
         writer: the engine that wrote it.
         is_readable: its blocks have this engine's format.
         head: changes that are known.
-        unread: records that are still to be read: at first all.
+        unread: records still to be read; at first all.
     """
 
     start: int
@@ -140,7 +140,7 @@ class PoolMember:
 
     Args:
         fd: the pool, which is its own from now on.
-        seat: what the front says of it.
+        seat: its place in the pool, from the front.
         form: the format of this engine's KV.
         groups: its groups of layers.
         name: of the tier.
@@ -153,7 +153,7 @@ class PoolMember:
         ConfigError: the part is too small, or there is no memory for it.
 
     Attributes:
-        index: what this engine knows of the tier.
+        index: this engine's view of the tier.
         file: the own part and those of others with the same format, as a tier.
     """
 
@@ -190,10 +190,10 @@ class PoolMember:
         self._open()
 
     def _open(self) -> None:
-        """Says whose the part is, and how it is laid out. The front has wiped it."""
+        """Writes the owner and layout of the part, which the front has wiped."""
         header = _encode(_Header(self._format, self._own.layout.block_bytes, self._own.layout.num_slots))
         sealed = self._seal(self._seat.writer << NUMBER_BITS, self._seat.part, header)
-        # All of it is written, because a map of memory that there is not ends the process.
+        # Writes all of it, because touching a mapped page that the system cannot provide ends the process.
         if not self._write(self._own.start, (bytes(_NUM_WORDS * _WORD) + sealed).ljust(_FIXED_BYTES, b"\0")):
             raise ConfigError("there is no memory for the KV tier; give kv_tier a smaller size", param="kv_tier")
         self._own_words[_WRITER] = self._seat.writer
@@ -201,7 +201,7 @@ class PoolMember:
     # What the others shall know
 
     def announce(self, find_secret: Callable[[bytes], bytes | None]) -> None:
-        """Tells what is gone, what was written, and what was used of others. Call it before slots are written again.
+        """Announces what is gone, what was written, and what was used of others. Call it before slots are written again.
 
         Args:
             find_secret: returns the key of a chain's blocks.
@@ -249,7 +249,7 @@ class PoolMember:
         """Returns the number and content of what another engine sealed for this place; None if it did not.
 
         Args:
-            sealed: a copy, which nobody changes between the check and its use.
+            sealed: a copy, so that nobody can change it between the check and its use.
         """
         number = int.from_bytes(sealed[:_WORD], "little")
         end = _WORD + _LENGTH_BYTES + int.from_bytes(sealed[_WORD : _WORD + _LENGTH_BYTES], "little")
@@ -266,8 +266,8 @@ class PoolMember:
     # Loans
 
     def find_offer(self) -> LentSlots | None:
-        """Returns what the next engine lends; None if it lends nothing that this one could use. Each engine is the next one of
-        one other, so two never borrow the same slots for long."""
+        """Returns what the next engine lends; None if it lends nothing that this engine can use. Each engine is the next of
+        exactly one other, so two never borrow the same slots for long."""
         home = self._find_neighbour(1)
         part = None if home is None else self._others.get(home)
         if home is None or part is None or not part.is_readable or part.layout != self._own.layout:
@@ -287,12 +287,12 @@ class PoolMember:
         self._own_words[_WANTS] = wants
 
     def is_asked(self) -> bool:
-        """Whether the engine would borrow whose next one this is."""
+        """Whether the engine before this one would borrow."""
         home = self._find_neighbour(-1)
         return home is not None and bool(self._word(home, _WANTS))
 
     def _find_neighbour(self, direction: int) -> int | None:
-        """Returns the next part, in a circle, that has an engine."""
+        """Returns the next part in the circle that has an engine."""
         homes = ((self._seat.part + direction * distance) % self._seat.num_parts for distance in range(1, self._seat.num_parts))
         return next((home for home in homes if self._word(home, _WRITER)), None)
 
@@ -310,7 +310,7 @@ class PoolMember:
         return budget <= 0
 
     def _follow(self, home: int, budget: int) -> int:
-        """Follows one part for at most so many records; returns how many are left."""
+        """Follows one part for at most this many records; returns how many are left."""
         first = home * self._seat.part_bytes // _WORD
         writer, part = self._words[first + _WRITER], self._others.get(home)
         if part is None or part.writer != writer:
@@ -326,7 +326,7 @@ class PoolMember:
         ring = first + PAGE_BYTES // _WORD
         while budget > 0 and part.head != self._words[first + _HEAD]:
             told, place = divmod(self._words[ring + part.head % RING_WORDS], 1 << _PLACE_BITS)
-            if not 0 <= self._words[first + _HEAD] - part.head < RING_WORDS:  # it may have been written again by now
+            if not 0 <= self._words[first + _HEAD] - part.head < RING_WORDS:  # it may have been overwritten by now
                 part.unread, part.head = iter(range(part.num_records)), self._words[first + _HEAD]
                 return 0  # the next call goes on
             part.head += 1
@@ -369,7 +369,9 @@ class PoolMember:
         return None if opened is None else (opened[0], _decode_record(opened[1]))
 
     def find_cipher(self, block: TierBlock) -> AESGCM | None:
-        """Returns what opens a block of another engine, while its record stands; None after that. For any thread."""
+        """Returns the cipher that opens a block of another engine while its record is valid; None after that. For any
+        thread.
+        """
         part = self._others.get(block.home) if block.home is not None else None
         if part is None:
             return None
@@ -380,5 +382,5 @@ class PoolMember:
 
 
 def _nonce(number: int) -> bytes:
-    """Returns 12 bytes that are used once: each number belongs to one sealing of one engine."""
+    """Returns a 12-byte nonce that is used once: each number belongs to one sealing of one engine."""
     return number.to_bytes(12, "big")

@@ -1,10 +1,10 @@
 """KV links inside a sealed node: every byte between two engines is sealed, under keys of this connection alone.
 
 Both sides draw a key pair (X25519, RFC 7748) for one connection. Its two keys, one for each direction, are derived (HKDF, RFC
-5869) from what they agree on, from both public keys, and from the secret of the node's engines: who does not know it, or has
-changed a public key, cannot open what comes first. Records are sealed with AES-256-GCM; their number is the nonce, their length
-is authenticated. The keys lie in locked memory and are wiped with the connection. So who has recorded a connection can open
-none of it later, not even with the secret.
+5869) from what they agree on, from both public keys, and from the secret of the node's engines: a peer that does not know the
+secret, or has changed a public key, cannot open the first record. Records are sealed with AES-256-GCM; their number is the
+nonce, their length is authenticated. The keys lie in locked memory and are wiped with the connection. So a recorded connection
+cannot be opened later, not even with the secret.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from cloister.engine.locked_keys import KEY_BYTES, LockedKeys, lock_keys
 from cloister.types.errors import ConfigError
 
 RECORD_BYTES: Final = 2**18
-"""Largest content of a record: what was sealed is still in the processor's cache when it is sent."""
+"""Largest content of a record: small enough to be in the processor's cache still when it is sent."""
 PUBLIC_BYTES: Final = 32
 """Length of a side's public key, which it sends first."""
 _TAG_BYTES: Final = 16
@@ -47,10 +47,10 @@ _LABEL: Final = b"cloister/kv-link/1"
 
 
 class LinkRecords:
-    """What both sides of one connection seal and open: the agreement on its keys, and its records. No I/O.
+    """Seals and opens for either side of one connection: the agreement on its keys, and its records. No I/O.
 
     Args:
-        keys: locked memory; what is derived lies there until `close`.
+        keys: locked memory, which holds the derived keys until `close`.
         is_source: this side accepted the connection.
 
     Attributes:
@@ -71,10 +71,10 @@ class LinkRecords:
 
         Args:
             theirs: the other side's public key.
-            secret: what both sides know.
+            secret: shared by both sides.
 
         Raises:
-            KVLinkError: nobody can have drawn that key.
+            KVLinkError: that is not a valid key.
         """
         assert self._private is not None, "a connection agrees once"
         asker, source = (theirs, self.public) if self._is_source else (self.public, theirs)
@@ -103,10 +103,10 @@ class LinkRecords:
 
     @staticmethod
     def read_head(head: bytes | bytearray, *, may_be_empty: bool = False) -> int:
-        """Returns how many bytes follow a record's first `RECORD_HEAD_BYTES`. Raises KVLinkError for a length of no record."""
+        """Returns how many bytes follow a record's first `RECORD_HEAD_BYTES`. Raises KVLinkError for an invalid length."""
         (size,) = _LENGTH.unpack(head)
         if not _TAG_BYTES + (not may_be_empty) <= size <= RECORD_BYTES + _TAG_BYTES:
-            raise KVLinkError(f"a record of {size} bytes is none that an engine seals")
+            raise KVLinkError(f"an engine never seals a record of {size} bytes")
         return int(size)
 
     def open(self, head: bytes | bytearray, sealed: bytes | bytearray) -> bytes:
@@ -157,7 +157,7 @@ class SealedSocket(LinkSocket):
         """Takes a connection over, and agrees on keys with the other side.
 
         Args:
-            secret: number in `keys` of what the engines of the unit know.
+            secret: number in `keys` of the secret that the engines of the unit share.
             is_source: this side accepted the connection.
 
         Raises:
@@ -187,7 +187,7 @@ class SealedSocket(LinkSocket):
             super().sendall(self._agreed().seal(content[start : start + RECORD_BYTES]))
 
     def recv_into(self, buffer: Any, nbytes: int = 0, flags: int = 0) -> int:
-        """Copies what was opened, after another record if there is nothing left of the last one. Returns 0 if the other side
+        """Copies opened content, after reading another record if nothing is left of the last one. Returns 0 if the other side
         has left between two records.
 
         Raises:
@@ -224,7 +224,7 @@ class SealedSocket(LinkSocket):
 
 
 def _receive_plain(sock: socket.socket, num_bytes: int, deadline_s: float) -> bytearray:
-    """Receives so many bytes as they are on the connection. Raises as `kv_frames.read_exactly`."""
+    """Receives this many raw bytes of the connection. Raises as `kv_frames.read_exactly`."""
     buffer = bytearray(num_bytes)
     view, filled = memoryview(buffer), 0
     while filled < num_bytes:
@@ -253,7 +253,7 @@ class SealedKVTransport:
     """Connections between the engines of one sealed node (protocol `engine.kv_transports.KVTransport`).
 
     Args:
-        secret: what they know, and nobody else.
+        secret: shared by them, and nobody else.
         seat: which of them this is.
         listener, news: its descriptors (`engine.kv_unit`).
 
@@ -285,7 +285,7 @@ class SealedKVTransport:
         if not isinstance(sock, CarriedSocket):
             return SealedSocket.shake_hands(sock, self._keys, self._secret, timeout_s, is_source=is_source)
         deadline_s = time.monotonic() + timeout_s
-        with sock:  # its own secret: those of two machines have no other one in common
+        with sock:  # its own secret: engines of two machines share no other
             secret = bytes(_receive_plain(sock, SECRET_BYTES, deadline_s))
             number = self._keys.put(secret)
             try:

@@ -1,9 +1,9 @@
 """Contents of KV that pass through memory of two engines on one machine (decisions/0050).
 
-The engine that asks has the memory, and sends its descriptor over the connection. The source writes one half while the other
-half is read and checked. Whatever it writes after that is not read: what is checked is a copy. The memory has no name, so it is
-gone with the last process that has it. The engine that asks keeps some for its next pulls from the same source, which so sees
-nothing in it but what it wrote itself; between two pulls it is zero.
+The asking engine owns the memory and sends its descriptor over the connection. The source writes one half while the other half
+is read and checked. Whatever it writes after that is not read: what is checked is a copy. The memory has no name, so it is gone
+with the last process that has it. The asking engine keeps some memory for its next pulls from the same source. That source
+therefore sees nothing in it but what it wrote itself; between two pulls it is zero.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from typing import Final
 from cloister.engine.kv_frames import MAX_HALF_BYTES, KVLinkError, read_exactly, time_left
 
 NUM_IDLE: Final = 4
-"""Memories that an engine keeps between pulls. To get pages from the system costs more than to write them."""
+"""Memories that an engine keeps between pulls. Getting pages from the system costs more than writing them."""
 _SEALS: Final = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW
 _READ: Final = b"\x06"
-"""Says that one more part was read."""
+"""Tells the source that one more part was read."""
 
 
 class SharedHalves:
@@ -62,13 +62,13 @@ class SharedHalves:
         self._num_written = [0, 0]
 
     def close(self) -> None:
-        """Gives the memory back, as far as it is this process's."""
+        """Gives back this process's hold on the memory."""
         self._map.close()
         os.close(self.fd)
 
 
 class SharedMemories:
-    """Memory that pulls of one engine use again, by the source that has written it."""
+    """Memory that pulls of one engine reuse, by the source that has written it."""
 
     def __init__(self) -> None:
         self._idle: list[tuple[str, SharedHalves]] = []
@@ -84,7 +84,7 @@ class SharedMemories:
         return SharedHalves(half_bytes)
 
     def give_back(self, source: str, halves: SharedHalves) -> None:
-        """Keeps memory that its source will write no more until it is taken again."""
+        """Keeps memory that its source will not write until it is taken again."""
         halves.wipe()
         with self._lock:
             self._idle.append((source, halves))
@@ -93,7 +93,7 @@ class SharedMemories:
             oldest.close()
 
     def close(self) -> None:
-        """Gives back what no pull uses, and what pulls use when they end."""
+        """Gives back memory that no pull uses; the rest follows when its pulls end."""
         with self._lock:
             idle, self._idle, self._is_closed = self._idle, [], True
         for _, halves in idle:
@@ -150,7 +150,8 @@ class SharedOutbox:
         if not fds:
             raise KVLinkError("an engine asked for KV in shared memory, and sent none")
         try:
-            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)  # only memory has any: to write it waits for no disk and nobody else
+            # only files in memory have seals, so a write never waits for a disk or another process
+            seals = fcntl.fcntl(fds[0], fcntl.F_GET_SEALS)
             if seals & _SEALS != _SEALS:
                 raise KVLinkError("an engine sent memory that can change its length")
             num_bytes = os.fstat(fds[0]).st_size
@@ -158,7 +159,7 @@ class SharedOutbox:
                 raise KVLinkError("an engine sent more memory than a part of KV can need")
             self._map = mmap.mmap(fds[0], num_bytes, mmap.MAP_SHARED | mmap.MAP_POPULATE)
         except (OSError, ValueError) as error:
-            raise KVLinkError("an engine sent what is no shared memory") from error
+            raise KVLinkError("an engine sent something that is not shared memory") from error
         finally:
             os.close(fds[0])
         self._half_bytes, self._num_parts = num_bytes // 2, 0

@@ -1,9 +1,8 @@
 """Links to other engines over sockets, in threads beside the steps (protocol `engine.kv_transfer.KVLinks`).
 
-A connection is for one pull. The server says a number that was never said before; the asker sends its query, authenticated
-together with that number, so that no query can be repeated; then parts of objects come, each of which is authenticated itself.
-A peer that is late, leaves, or says anything else ends its connection and nothing more. What frames look like, and how contents
-pass, is in `engine.kv_frames`.
+A connection is for one pull. The server sends a fresh number; the asker sends its query, authenticated together with that
+number, so that no query can be replayed; then parts of objects come, each of which is authenticated itself. A peer that is
+late, leaves, or sends anything else only ends its own connection. `engine.kv_frames` defines the frames and how contents pass.
 """
 
 from __future__ import annotations
@@ -46,11 +45,11 @@ from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.logs import describe
 
 NUM_PULLS: Final = 8
-"""Pulls at once; others wait, and their time runs."""
+"""Concurrent pulls; others wait, and their deadlines run."""
 NUM_PEERS: Final = 16
-"""Engines that are served at once; further ones are sent away."""
+"""Engines served at once; further ones are refused."""
 PART_BYTES: Final = 2**20
-"""KV that is sent at once; at least one entry. So much stays in a processor's cache from its copy at the source to its check,
+"""KV that is sent at once; at least one entry. This much stays in a processor's cache from its copy at the source to its check,
 and needs no new pages of the system."""
 _MAX_QUERY_BYTES: Final = 4 * 2**20
 _OVERHEAD_BYTES: Final = 4096
@@ -85,7 +84,7 @@ _HELLO: Final = msgspec.msgpack.Decoder(_Hello)
 _ASK: Final = msgspec.msgpack.Decoder(_Ask)
 _PART: Final = msgspec.msgpack.Decoder(_Part)
 _QUERY: Final = msgspec.msgpack.Decoder(KVQuery)
-"""Made before any thread decodes: msgspec 0.22 resolves a type when it is first used, and crashes if several threads do so."""
+"""Made before any thread decodes: msgspec 0.22 resolves a type at first use, and crashes if several threads do so at once."""
 
 
 class _LinkKeys:
@@ -115,7 +114,7 @@ class _Pull:
         return sum(found.num_bytes for found in self.objects)
 
     def note_part(self) -> None:
-        """Gives the next part of a prompt that is followed as much time as the first one had."""
+        """Gives the next part of a followed prompt as much time as the first one had."""
         if self.query.follows:
             self.deadline_s = time.monotonic() + self.timeout_s
 
@@ -138,7 +137,7 @@ class _Offered:
         return bool(self._entries) or self._is_complete is not None
 
     def take(self, num_entries: int) -> KVOffer:
-        """Removes and returns what one part has."""
+        """Removes and returns the entries of one part."""
         taken = [self._entries.popleft() for _ in range(min(num_entries, len(self._entries)))]
         return KVOffer(taken, self._read, None if self._entries else self._is_complete)
 
@@ -150,7 +149,7 @@ class KVSocketLinks:
         setting: where it listens, such as "shm" or "shm,tls://127.0.0.1:0" (`engine.kv_transports`).
         form: the format of this engine's KV.
         secret: what all engines of one front know, and nobody else.
-        transports: by name, if there are some already: no others are used, whatever an endpoint says.
+        transports: existing ones, by name; then no others are used, whatever an endpoint says.
 
     Raises:
         ConfigError: nothing can listen there.
@@ -268,7 +267,7 @@ class KVSocketLinks:
             self._wake()
 
     def _receive(self, pull: _Pull) -> bool:
-        """Receives all parts of a pull; returns whether the other engine has sent all it had."""
+        """Receives all parts of a pull; returns whether the other engine has sent everything that it had."""
         sock, transport, where = self._connect(pull)
         with sock:
             with self._changed:
@@ -289,7 +288,7 @@ class KVSocketLinks:
             return is_complete
 
     def _receive_part(self, pull: _Pull, sock: socket.socket, inbox: KVInbox, sealer: KVSealer) -> bool | None:
-        """Receives a part; returns what it says of the end."""
+        """Receives a part; returns its `is_complete`."""
         part = receive_frame(sock, _PART, self._part_bytes + _OVERHEAD_BYTES, pull.deadline_s)
         if not all(sealer.is_wanted(label.header, pull.query.root, pull.query.keys) for label in part.labels):
             raise KVLinkError("another engine sent KV that is not what was asked for")
@@ -307,7 +306,7 @@ class KVSocketLinks:
         return part.is_complete
 
     def _connect(self, pull: _Pull) -> tuple[socket.socket, KVTransport, str]:
-        """Connects to the first place that can be reached of those where the other engine listens."""
+        """Connects to the first reachable address of those where the other engine listens."""
         *firsts, last = parse_places(pull.endpoint)
         for name, where in firsts:
             with contextlib.suppress(OSError):
@@ -319,7 +318,7 @@ class KVSocketLinks:
         return transport.connect(where, time_left(pull.deadline_s)), transport, where
 
     def _hand_in(self, pull: _Pull, objects: list[RestoredEntry]) -> None:
-        """Leaves objects for the engine, and waits while it has not taken those before them."""
+        """Leaves objects for the engine, after waiting until it has taken the earlier ones."""
         with self._changed:
             pull.objects += objects
         self._wake()
@@ -335,7 +334,7 @@ class KVSocketLinks:
                 sock, _ = listener.accept()
             except OSError:
                 if not self._is_closed:
-                    time.sleep(0.01)  # out of descriptors, for the moment
+                    time.sleep(0.01)  # out of descriptors for the moment
                 continue
             with self._changed:
                 is_welcome = len(self._peers) < NUM_PEERS and not self._is_closed
@@ -368,7 +367,9 @@ class KVSocketLinks:
             self._wake()
 
     def _welcome(self, peer: int, sock: socket.socket, transport: KVTransport, deadline_s: float) -> socket.socket | None:
-        """Returns a peer's connection once its transport knows it; None if it is a stranger's, which anybody can open."""
+        """Returns a peer's connection once its transport has accepted it; None if it is a stranger's, since anybody can open
+        one.
+        """
         try:
             known = transport.accept(sock, time_left(deadline_s))
         except OSError as error:
@@ -381,7 +382,7 @@ class KVSocketLinks:
         return known
 
     def _greet(self, sock: socket.socket, deadline_s: float) -> KVQuery | None:
-        """Returns what a peer asks for; None if it does not know the engines' secret, which anybody can cause."""
+        """Returns a peer's query; None if the peer does not know the engines' secret, as any stranger."""
         try:
             return self._receive_query(sock, deadline_s)
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
@@ -419,7 +420,7 @@ class KVSocketLinks:
         self._wake()
 
     def _await_offer(self, peer: int, deadline_s: float) -> KVOffer:
-        """Returns what the next part has."""
+        """Returns the entries of the next part."""
         with self._changed:
             while (offered := self._offers.get(peer)) is None or not offered.is_waiting:
                 if self._is_closed:
@@ -428,7 +429,7 @@ class KVSocketLinks:
             return offered.take(self._num_at_once)
 
     def _keys_of(self, sock: socket.socket) -> _LinkKeys:
-        """Returns what authenticates on a connection: engines of two machines know a secret of that one only."""
+        """Returns the authenticator of a connection: engines of two machines share a secret for that connection only."""
         if isinstance(sock, LinkSocket) and sock.secret is not None:
             return _LinkKeys(self._form, sock.secret)
         return self._keys
@@ -443,15 +444,15 @@ def _cut(contents: memoryview, sizes: Sequence[int]) -> Iterator[memoryview]:
 
 
 def _level_of(error: Exception) -> int:
-    """Returns how loud the log is of an engine that did not get all. One that has left needs no more, or has died, which its
-    front says."""
+    """Returns the log level for an engine that did not get everything. One that has left needs no more, or has died, which its
+    front reports."""
     has_left = isinstance(error, KVPeerGoneError) or (isinstance(error, OSError) and not isinstance(error, TimeoutError))
     return logging.DEBUG if has_left else logging.WARNING
 
 
 def _shut(sock: socket.socket | None) -> None:
-    """Wakes the thread that waits for a socket. It says nothing more: `SSLSocket.shutdown` would forget the keys before, and a
-    thread that sends then would send what is not encrypted."""
+    """Wakes the thread that waits for a socket. It does not send a TLS close: `SSLSocket.shutdown` would drop the keys first,
+    and a thread that sends then would send plain text."""
     if sock is not None:
         with contextlib.suppress(OSError):
             socket.socket.shutdown(sock, socket.SHUT_RDWR)

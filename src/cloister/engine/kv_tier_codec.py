@@ -1,8 +1,8 @@
 """Compresses the blocks of an engine's tiers (decisions/0040), before they are sealed and after they were opened.
 
-What a level takes is measured on the first blocks that are offered, before anything is stored; then the level is chosen, for as
-long as the engine runs, and slots get the size of its streams. A stream has its length before it and zeros behind it, so all
-blocks of a group are equally long and the disk does not show how well one compresses.
+The cost of each level is measured on the first blocks that are offered, before anything is stored. Then a level is chosen for
+as long as the engine runs, and slots get the size of its streams. A stream is preceded by its length and padded with zeros, so
+all blocks of a group have the same length and the disk does not show how well one compresses.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
     from cloister.backends.native.kv_codec import BlockCodec
 
 NUM_SAMPLES: Final = 4
-"""Blocks of each group that levels are measured on. A group that has offered none when others have offered many more is stored
-as it is."""
+"""Blocks of each group on which levels are measured. A group that has offered none when others have offered many more is stored
+uncompressed."""
 MANY_SAMPLES: Final = 64
 MARGIN: Final = 1.08
-"""How much longer than the longest stream of these blocks another one may be. On KV of three models streams differ by 3% at
+"""How much longer another stream may be than the longest of these blocks. On KV of three models streams differ by 3% at
 most."""
 LENGTH_BYTES: Final = 4
 
@@ -36,7 +36,7 @@ class TierCodec:
     """Codes blocks at one level.
 
     Args:
-        planes: where the numbers of a block of each group lie; empty for a group that is stored as it is.
+        planes: where the numbers of a block of each group lie; empty for a group that is stored uncompressed.
         sizes: bytes of a block of each group.
         name: the setting `kv_tier_codec`.
 
@@ -44,7 +44,7 @@ class TierCodec:
         ConfigError: nothing can be coded.
 
     Attributes:
-        chosen: the level and what it takes; None until it was measured.
+        chosen: the level and its cost; None until measured.
     """
 
     def __init__(self, planes: Sequence[Sequence[KVPlane]], sizes: Sequence[int], name: str) -> None:
@@ -58,7 +58,7 @@ class TierCodec:
     # Choosing a level
 
     def add_sample(self, group: int, content: bytes) -> bool:
-        """Takes a block to measure levels on; returns whether there are enough."""
+        """Takes a block on which to measure levels; returns whether there are enough."""
         samples = self._samples[group]
         if len(samples) < NUM_SAMPLES:
             samples.append(content)
@@ -67,7 +67,7 @@ class TierCodec:
         return min(wanted) >= NUM_SAMPLES or (self._num_seen >= MANY_SAMPLES and max(wanted) >= NUM_SAMPLES)
 
     def choose(self, byte_s: float) -> LevelCost:
-        """Measures what each level takes, and chooses one for a tier that reads a byte in this time. Samples are gone then."""
+        """Measures the cost of each level, and chooses one for a tier that reads a byte in this time. Drops the samples."""
         self.chosen = choose_level([self._measure(level) for level in list_levels(self.name)], byte_s)
         self._samples = []
         return self.chosen
@@ -94,7 +94,7 @@ class TierCodec:
         return self.stored_bytes[group] != self.sizes[group]
 
     def encode(self, group: int, content: bytes) -> memoryview | bytes | None:
-        """Returns a block as it is stored, good until this thread's next one; None for one that does not fit."""
+        """Returns a block as it is stored, valid until this thread's next one; None for one that does not fit."""
         if not self.is_coded(group):
             return content
         codec, chosen, size = self._codecs[group], self.chosen, self.stored_bytes[group]
@@ -109,7 +109,7 @@ class TierCodec:
         return room.data
 
     def decode(self, group: int, stored: memoryview, content: memoryview) -> bool:
-        """Fills a block from what was stored of it; returns whether it could."""
+        """Fills a block from its stored bytes; returns whether it could."""
         codec = self._codecs[group]
         length = int.from_bytes(stored[:LENGTH_BYTES], "little")
         if codec is None or length > len(stored) - LENGTH_BYTES:
@@ -145,7 +145,7 @@ def _make_codecs(planes: Sequence[Sequence[KVPlane]], sizes: Sequence[int]) -> l
 
 
 def _measure_group(codec: BlockCodec, level: CodecLevel, samples: Sequence[bytes]) -> tuple[int, float]:
-    """Returns what a block takes, and the processor time of decoding one."""
+    """Returns the size of a stored block, and the processor time of decoding one."""
     room, block = np.empty(codec.num_bytes, np.uint8), np.empty(codec.num_bytes, np.uint8)
     longest, best_s = 0, float("inf")
     for content in samples:

@@ -1,4 +1,4 @@
-"""The file of one tier: where its blocks lie, and how it is written and read. What it holds is sealed
+"""The file of one tier: where its blocks lie, and how it is written and read. Its contents are sealed
 (`engine.kv_tier_worker`)."""
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ FIRST_PATTERN: Final = ReadPattern("pread", 2**18, 2)
 """How a file is read that was not probed."""
 PROBE_BLOCKS: Final = (2**20, 2**21)
 _SLOW_READ_S: Final = 0.005
-"""A read that takes longer is made smaller: what it brings is then used, or given up, earlier."""
+"""Reads that take longer are made smaller, so that their contents are used, or given up, earlier."""
 _PROBE_DEPTHS: Final = (1, 2, 4)
 _PROBE_READS_S: Final = 1.0
 _PROBE_CELL_S: Final = 0.03
@@ -43,7 +43,7 @@ class TierFile:
 
     Args:
         name: of the tier.
-        fd: the file, which is its own from now on.
+        fd: the file, which this object owns from now on.
         layout: where each slot lies.
         is_memory: the file is in memory.
         is_shared: other engines have it too. Blocks are copied before they are opened: through a map, bytes could change
@@ -52,7 +52,7 @@ class TierFile:
 
     Attributes:
         pattern: how it is read.
-        is_full: a write has failed: nothing more is written.
+        is_full: a write has failed, so nothing more is written.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class TierFile:
         self._use(FIRST_PATTERN)
 
     def use_layout(self, layout: TierLayout) -> None:
-        """Places slots anew. Nothing may be written or read meanwhile, or wanted of what was written before."""
+        """Lays out the slots anew. Nothing may be written or read meanwhile, and what was written before is lost."""
         self._place(layout)
         self.extend()
         self._use(self.pattern)
@@ -84,7 +84,7 @@ class TierFile:
         self._firsts[home] = [start + layout.place(group, 0) for group in range(len(self._slot_bytes))]
 
     def move_to(self, firsts: Sequence[int]) -> None:
-        """Says where the slots of each group begin from now on. What was written before is not there."""
+        """Sets where the slots of each group begin from now on. What was written before is lost."""
         self._firsts[None] = list(firsts)
 
     def place(self, block: TierBlock) -> int:
@@ -110,7 +110,7 @@ class TierFile:
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno else describe(error)
         self.is_full = True
-        _logger.warning("the KV tier %s stores nothing more, and requests go on: %s", self.name, reason)
+        _logger.warning("the KV tier %s stores nothing more; requests continue without it: %s", self.name, reason)
         return False
 
     def read_sealed(self, block: TierBlock) -> bytes:
@@ -135,7 +135,7 @@ class TierFile:
         return runs
 
     def read_run(self, run: Sequence[tuple[int, TierBlock]]) -> memoryview:
-        """Returns the slots of neighbours, with one read; they are good until this thread's next one.
+        """Returns the slots of neighbours, with one read; they are valid until this thread's next one.
 
         Raises:
             OSError: they cannot be read.
@@ -149,13 +149,13 @@ class TierFile:
             os.ftruncate(self.fd, max(self.layout.num_bytes, os.fstat(self.fd).st_size))
 
     def drop_page_cache(self) -> None:
-        """Has the next reads come from the disk."""
+        """Makes the next reads come from the disk."""
         if not self.is_memory:
             os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
     def choose_pattern(self, num_bytes: int) -> None:
-        """Measures reads of so many bytes from the file's beginning, and reads like the best from now on. A slow disk is read
-        as at first, and so is a file that others have. No read may be running."""
+        """Measures reads of this many bytes from the file's beginning, and uses the best pattern from now on. A slow disk keeps
+        its first pattern, as does a file that others have. No read may be running."""
         if self._is_shared:
             return
         engines = MEMORY_ENGINES if self.is_memory else DISK_ENGINES
@@ -172,7 +172,7 @@ class TierFile:
 
 
 def _shorten(pattern: ReadPattern, bytes_s: float) -> ReadPattern:
-    """Returns the pattern with smaller reads if those of a slow disk would take long."""
+    """Returns the pattern, with smaller reads if those of a slow disk would take long."""
     block_bytes = pattern.block_bytes
     while block_bytes > FIRST_PATTERN.block_bytes and block_bytes / bytes_s > _SLOW_READ_S:
         block_bytes //= 2

@@ -1,9 +1,9 @@
 """Opens the sealed blocks of a tier, many with one call (decisions/0056).
 
-`cryptography` opens one block with one call, and Python around it takes as long as AES-GCM does for a small block; each call
-lets Python's lock go and waits for it again. The system's libcrypto, which is OpenSSL too, is called once for a whole run of
-blocks, without that lock. It may be an older one, which takes longer for each byte, so a tier measures at its start which way
-is faster for its blocks.
+`cryptography` opens one block per call. For a small block the Python around the call takes as long as AES-GCM itself, and each
+call releases Python's lock and waits for it again. The system's libcrypto, which is OpenSSL too, is called once for a whole run
+of blocks, without that lock. It may be an older version, which takes longer for each byte, so a tier measures at its start
+which way is faster for its blocks.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from cloister.kv.tier_slots import TAG_BYTES, TierBlock
 DESCRIBED: Final = struct.Struct("<32sQI")
 """Prefix key, entry and group of a block, which are authenticated behind the bytes of its chain."""
 _RECORD: Final = struct.Struct("<QQQ12s32sQI")
-"""What the compiled opener is told of a block: where its sealed bytes begin, how long its contents are, where they go; its
-nonce; and what `DESCRIBED` has. (cpp/block_opener.cpp)"""
+"""The compiled opener's description of a block: where its sealed bytes begin, the length of its contents, where they go; its
+nonce; and the fields of `DESCRIBED`. (cpp/block_opener.cpp)"""
 
 _encode: Final = msgspec.msgpack.Encoder().encode
 
@@ -40,22 +40,22 @@ class BlockOpener(Protocol):
 
 
 def describe_chain(form: bytes, root: bytes) -> bytes:
-    """Returns what is authenticated of a chain with each of its blocks; no other chain or format begins so."""
+    """Returns the authenticated data of a chain, the same for each of its blocks; no other chain or format has this prefix."""
     return _encode((b"cloister/kv-tier/2", form, root))
 
 
 def describe_block(block: TierBlock) -> bytes:
-    """Returns what is authenticated of a block behind its chain."""
+    """Returns the authenticated data of a block, which follow those of its chain."""
     return DESCRIBED.pack(block.key, block.entry, block.group)
 
 
 def make_nonce(block: TierBlock) -> bytes:
-    """Returns 12 bytes that are used once: keys are of one engine, whose sealings have numbers."""
+    """Returns a 12-byte nonce that is used once: keys belong to one engine, which numbers its sealings."""
     return block.number.to_bytes(12, "big")
 
 
 def pack_record(block: TierBlock, place: int, size: int, out: int) -> bytes:
-    """Returns what an opener is told of a block.
+    """Returns the opener's description of a block.
 
     Args:
         place: where it begins in what was read.
@@ -66,7 +66,7 @@ def pack_record(block: TierBlock, place: int, size: int, out: int) -> bytes:
 
 
 def find_opener() -> Callable[[memoryview], BlockOpener] | None:
-    """Returns what makes an opener of a key; None where there are no compiled kernels, or no libcrypto that opens what
+    """Returns a factory of openers, by key; None without compiled kernels, or without a libcrypto that opens what
     `cryptography` has sealed, and nothing else."""
     try:
         native = import_module("cloister.backends.native._native")

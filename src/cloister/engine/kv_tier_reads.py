@@ -1,4 +1,4 @@
-"""Reads of a tier's file: by what call, how many bytes at once, how many at a time; and how fast each way is.
+"""Ways to read a tier's file (the call, the size of a read, the number of concurrent reads), and their speed.
 
 `cloister bench io` measures a directory with the same code as a tier does at its start.
 """
@@ -24,7 +24,7 @@ PAGE_BYTES: Final = 4096
 RING_PARTS: Final = 8
 """Parts of a read by io_uring."""
 GOOD_SHARE: Final = 0.9
-"""A pattern that reaches this part of the best bandwidth is as good, if it needs fewer reads at a time or smaller ones."""
+"""A pattern that reaches this share of the best bandwidth is preferred if it needs fewer concurrent reads, or smaller ones."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ class FileReader(Protocol):
     """Reads one file, in any number of threads."""
 
     def read(self, place: int, num_bytes: int) -> memoryview:
-        """Returns these bytes, fewer at the end of the file; they are good until this thread's next read.
+        """Returns these bytes, fewer at the end of the file; they are valid until this thread's next read.
 
         Args:
             place: where they begin: a multiple of `PAGE_BYTES`.
@@ -204,7 +204,7 @@ def _measure(pattern: ReadPattern, fd: int, num_bytes: int, end_s: float, deadli
     def read_some() -> None:
         into = np.empty(block_bytes, np.uint8)
         try:
-            while not taken_s or time.monotonic() < end_s:  # a thread that was late still reads once
+            while not taken_s or time.monotonic() < end_s:  # a late thread still reads once
                 place = places.pop()
                 started_s = time.perf_counter()
                 content = reader.read(place, block_bytes)

@@ -1,7 +1,7 @@
 """Where the slots of a tier lie: a file without a name, in a directory or in memory.
 
-Keys are in the memory of the engine only, so nobody can read the file after it: it gets no name, and its space is free again
-when the engine ends, in whatever way. Engines that use one directory cannot reach each other's.
+Only the engine's memory has the keys, so nobody can read the file after the engine has ended. The file has no name, and its
+space is free again when the engine ends, in whatever way. Engines that use one directory cannot reach each other's files.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _EXAMPLES: Final = (
     "such as host:4G+disk:/var/lib/cloister,200G"
 )
 FREE_SHARE: Final = 0.5
-"""Default size of a disk tier: this part of what is free at the start."""
+"""Default size of a disk tier: this share of the free space at the start."""
 
 
 ONLY_REPLICAS: Final = (
@@ -41,10 +41,10 @@ class TierStorage(Protocol):
     """Where a tier's file is."""
 
     def open(self, where: TierSetting) -> int:
-        """Returns a file descriptor that this process alone has.
+        """Returns a file descriptor that only this process has.
 
         Raises:
-            ConfigError: there can be no file.
+            ConfigError: the file cannot be made.
         """
         ...
 
@@ -64,7 +64,7 @@ class TierStorage(Protocol):
 
     @property
     def lends(self) -> bool:
-        """Whether replicas lend each other what they do not need of it (`kv.lent_tier`)."""
+        """Whether replicas lend each other the part of it that they do not need (`kv.lent_tier`)."""
         ...
 
 
@@ -84,7 +84,7 @@ class TierSetting:
 
     @classmethod
     def parse(cls, setting: str) -> TierSetting:
-        """Raises ConfigError if the setting says something else."""
+        """Raises ConfigError if the setting cannot be read."""
         name, _, rest = setting.partition(":")
         KV_TIERS.get(name)
         path, comma, size = rest.rpartition(",")
@@ -118,7 +118,7 @@ def parse_tiers(setting: str) -> list[TierSetting]:
     """Returns the tiers of `kv_tier`, those in memory first.
 
     Raises:
-        ConfigError: the setting says something else, or names two tiers in memory or two disks.
+        ConfigError: the setting cannot be read, or names two tiers in memory or two disks.
     """
     names = "|".join(map(re.escape, KV_TIERS.names()))
     tiers = [TierSetting.parse(part) for part in re.split(rf"\+(?=(?:{names}):)", setting)]
@@ -141,7 +141,7 @@ KV_TIERS: Registry[TierStorage] = Registry("KV tier")
 
 
 class DiskStorage:
-    """A file in a directory, which is made if it is not there; the file's name is removed when it is made."""
+    """A file in a directory, which is made if it does not exist; the file's name is removed at once."""
 
     is_memory = is_shared = lends = False
 
@@ -173,7 +173,7 @@ class DiskStorage:
 
 
 def _make_folder(where: TierSetting) -> None:
-    """Makes the directory if it is not there, for this user alone."""
+    """Makes the directory if it does not exist, for this user alone."""
     Path(where.path).mkdir(mode=0o700, parents=True, exist_ok=True)
 
 
@@ -199,7 +199,7 @@ class SharedStorage(HostStorage):
 
 
 class PeerStorage(SharedStorage):
-    """The same, and what the next engine lends of its part."""
+    """The same, plus the slots that the next engine lends of its part."""
 
     lends = True
 

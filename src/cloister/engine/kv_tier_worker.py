@@ -1,8 +1,8 @@
 """Writes and reads the blocks of an engine's tiers in threads beside the steps (decisions/0029).
 
-A block is sealed with AES-256-GCM under the key of its chain (scope and adapter), together with what it is: format, root,
-prefix key, entry, group and number of its sealing. Whatever else lies in its slot does not open, so it is a miss. A block that
-moves to another tier stays sealed.
+A block is sealed with AES-256-GCM under the key of its chain (scope and adapter), together with its description: format, root,
+prefix key, entry, group and number of its sealing. Anything else in its slot does not open, so it is a miss. A block that moves
+to another tier stays sealed.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
 
 NUM_READERS: Final = 2
-"""Requests that are read for at a time, from each tier."""
+"""Number of requests for which each tier reads at once."""
 PROBE_TIMEOUT_S: Final = 5.0
 _PROBE_BYTES: Final = 8 * 2**20
 _PROBE_FILL_S: Final = 0.5
 _LEAST_DEPTH: Final = 2
-"""One thread opens what another one reads."""
+"""One thread opens while another one reads."""
 _MOST_FREE_BYTES: Final = 16 * 2**20
-"""Memory that is kept for blocks that will be opened: about what waits for steps at most."""
+"""Memory kept for blocks that will be opened: about as much as can wait for steps."""
 
 _NUM_TRIALS: Final = 5
 
@@ -82,7 +82,7 @@ class _Read:
 
     @property
     def is_over(self) -> bool:
-        """Whether nobody waits for it any more."""
+        """Whether nobody waits for it any longer."""
         return self.is_cancelled or time.monotonic() > self.deadline_s
 
     def tell(self) -> TierArrival:
@@ -99,14 +99,14 @@ class _Read:
 
 
 class TierArrival(msgspec.Struct, frozen=True):
-    """What has come of a read since the last time.
+    """The new results of a read since the last call.
 
     Attributes:
         num_arrived: entries of the whole read so far.
         measured: (bytes, seconds) of each tier, of the whole read so far.
-        saved_s: by how much it was faster than computing is predicted to be.
+        saved_s: how much faster it was than computing is predicted to be.
         unreadable: a block that could not be opened.
-        is_complete: whether all came; None while more may come.
+        is_complete: whether everything came; None while more may come.
     """
 
     read: TierRead
@@ -128,8 +128,8 @@ class TierWorker:
     Args:
         files: of each tier.
         form: the format of this engine's KV.
-        find_cipher: returns what opens a block of another engine, in any thread; None: it cannot be opened any more.
-        codec: compresses blocks before they are sealed; None: they are stored as they are.
+        find_cipher: returns the cipher for a block of another engine, in any thread; None: it can no longer be opened.
+        codec: compresses blocks before they are sealed; None: they are stored uncompressed.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class TierWorker:
     ) -> None:
         self.files, self._format = list(files), form.digest
         self._codec, self._contents = codec, form.sizes
-        self._stored_form = b""  # what is authenticated of the codec
+        self._stored_form = b""  # the codec's part of the authenticated data
         self._is_chosen = False
         self._slot_bytes = self.files[0].layout.slot_bytes  # the same in all of them
         self._keys = lock_keys()
@@ -166,7 +166,7 @@ class TierWorker:
         """Measures reads of each file, chooses how to read it, and reads some blocks; returns (bytes, seconds that this took).
 
         Raises:
-            ConfigError: one does not work, or takes very long.
+            ConfigError: a file does not work, or takes very long.
         """
         measured = []
         for tier, readers in enumerate(self._readers):
@@ -194,7 +194,7 @@ class TierWorker:
 
     def choose_level(self, byte_s: float) -> None:
         """Has the codec measure its levels beside the steps, and choose one for a tier that reads a byte in this time;
-        `take_choice` says when it has."""
+        `take_choice` reports when it has."""
         self._enqueue(0, partial(self._choose_level, byte_s))
 
     def take_choice(self) -> bool:
@@ -209,7 +209,7 @@ class TierWorker:
         self._slot_bytes = layouts[0].slot_bytes
 
     def write(self, block: TierBlock, content: bytes) -> None:
-        """Seals and writes a block, after those before; `take_written` says when."""
+        """Seals and writes a block, after earlier ones; `take_written` reports when."""
         key = self._key_of.get(block.root)
         if key is None:
             try:
@@ -220,11 +220,11 @@ class TierWorker:
         self._enqueue(block.tier, partial(self._seal, block, key, content))
 
     def move(self, block: TierBlock, moved: TierBlock) -> None:
-        """Copies a block to another tier, after what was to be written before; `take_written` says when."""
+        """Copies a block to another tier, after earlier writes; `take_written` reports when."""
         self._enqueue(block.tier, partial(self._fetch, block, moved))
 
     def read(self, read: TierRead) -> None:
-        """Reads entries in their order; `take_read` brings them, and in the end `is_complete`; nothing after `cancel`."""
+        """Reads entries in order; `take_read` returns them, and finally `is_complete`; nothing after `cancel`."""
         key = self._key_of.get(read.root)
         cipher = None if key is None else self._keys.cipher(key)
         make = self._make_opener
@@ -234,7 +234,7 @@ class TierWorker:
         self._readers[read.slowest].submit(self._run, job)
 
     def cancel(self, request_id: str) -> tuple[int, int, float] | None:
-        """Ends a read. Returns (tier, bytes, seconds) of one that is late: its slowest tier would take at least so long."""
+        """Ends a read. Returns (tier, bytes, seconds) of one that is late: its slowest tier would take at least this long."""
         with self._lock:
             job = self._reads.pop(request_id, None)
             if job is None:
@@ -247,23 +247,23 @@ class TierWorker:
             return (slowest, job.read.tier_bytes[slowest], job.read.timeout_s + late_s) if late_s > 0 else None
 
     def find_secret(self, root: bytes) -> bytes | None:
-        """Returns the key of a chain's blocks, to be announced under another one; None if it was forgotten."""
+        """Returns the key of a chain's blocks, to be announced under another key; None if it was forgotten."""
         key = self._key_of.get(root)
         return None if key is None else self._keys.copy(key)
 
     def forget(self, root: bytes) -> None:
-        """Forgets a key: nothing that it sealed can be opened any more."""
+        """Forgets a key: nothing that it sealed can be opened again."""
         key = self._key_of.pop(root, None)
         if key is not None:
             self._keys.forget(key)
 
     def is_stuck(self, tier: int) -> bool:
-        """Whether a read that was cancelled, and needs this tier most, still runs."""
+        """Whether a cancelled read that needs this tier most still runs."""
         return bool(self._given_up) and any(job.read.slowest == tier for job in list(self._given_up))
 
     @property
     def has_read(self) -> bool:
-        """Whether something has come; what comes meanwhile wakes the engine."""
+        """Whether something has come; anything that comes later wakes the engine."""
         return bool(self._reads) and any(job.objects or job.is_complete is not None for job in list(self._reads.values()))
 
     def take_read(self) -> list[TierArrival]:
@@ -290,7 +290,7 @@ class TierWorker:
             return written, busy_s
 
     def close(self) -> None:
-        """Has the threads end, and forgets all keys. The files go with the last of them."""
+        """Ends the threads and forgets all keys. The files go with the last thread."""
         with self._lock:
             for job in self._reads.values():
                 job.is_cancelled = True
@@ -307,7 +307,7 @@ class TierWorker:
     # In threads that write
 
     def _enqueue(self, tier: int, job: Callable[[], None]) -> None:
-        """Has the writer of a tier do a job after those before. One thread gives jobs to a tier."""
+        """Gives the writer of a tier a job, after earlier ones. Only one thread gives jobs to a tier."""
         unwritten = self._unwritten[tier]
         unwritten.append(job)
         if len(unwritten) == 1:  # else its thread will come to it
@@ -323,11 +323,11 @@ class TierWorker:
             job()
 
     def _refuse(self, block: TierBlock, error: OSError) -> None:
-        """Stores no block of a chain for whose key no memory may be locked."""
+        """Stores no block of a chain if no memory can be locked for its key."""
         if not self._has_warned:
             self._has_warned = True
             _logger.warning(
-                "the KV tiers store nothing of further conversations: their keys lie in memory that is not swapped, and no "
+                "the KV tiers store nothing of further conversations: their keys need memory that is not swapped, and no "
                 "more may be locked (%s); raise the limit (`ulimit -l`)",
                 error.strerror,
             )
@@ -349,7 +349,7 @@ class TierWorker:
         try:
             chosen = self._codec.choose(byte_s)
         except Exception as error:  # a thread must not end in silence
-            _logger.warning("the KV tiers store nothing, as their codec could not be measured: %s", describe(error))
+            _logger.warning("the KV tiers store nothing, because their codec could not be measured: %s", describe(error))
             return
         self._stored_form = chosen.level.name.encode()
         share = 100 * sum(chosen.stored_bytes) / sum(self._contents)
@@ -385,7 +385,7 @@ class TierWorker:
         is_complete = False
         try:
             is_complete = self._read_all(job)
-        except Exception as error:  # a thread must not end in silence: the request would wait for its deadline
+        except Exception as error:  # a thread must not end silently: the request would wait for its deadline
             _logger.warning("the KV tier could not be read: %s", describe(error))
         finally:
             job.cipher = job.opener = None
@@ -395,7 +395,7 @@ class TierWorker:
             self._wake()
 
     def _read_all(self, job: _Read) -> bool:
-        """Reads parts in their order, some at a time: one is read while another one is opened."""
+        """Reads parts in order, some at a time: one is read while another one is opened."""
         last_s = time.perf_counter()
         parts = deque(self._divide(job.read.entries, job.read.max_part_bytes))
         opening: deque[tuple[list[TierEntry], int, Future[dict[int, memoryview]]]] = deque()
@@ -446,7 +446,7 @@ class TierWorker:
         return sum([sizes[block.group] for entry in entries for block in entry.blocks if block is not None])
 
     def _make_objects(self, job: _Read, part: Sequence[TierEntry], opened: dict[int, memoryview]) -> list[RestoredEntry]:
-        """Returns the entries of a part as far as all of their blocks were opened, and notes the one that could not be."""
+        """Returns the entries of a part up to the first block that could not be opened, which it notes."""
         objects: list[RestoredEntry] = []
         for entry in part:
             contents: list[bytes | memoryview] = []
@@ -504,7 +504,7 @@ class TierWorker:
         sizes, contents, codec = self.files[0].layout.block_bytes, self._contents, self._codec
         opened: dict[int, memoryview] = {}
         first, num_filled = run[0][0], 0
-        for place, block in run:  # this loop has what a small block costs besides cryptography
+        for place, block in run:  # this loop is the cost of a small block besides cryptography
             begin, size = place - first, sizes[block.group]
             content = room[num_filled : num_filled + contents[block.group]]
             num_filled += len(content)
@@ -526,13 +526,13 @@ class TierWorker:
         return self._format + self._stored_form
 
     def _describe(self, block: TierBlock) -> bytes:
-        """Returns what is authenticated together with the contents of a block."""
+        """Returns the data that are authenticated together with the contents of a block."""
         return describe_chain(self._form, block.root) + describe_block(block)
 
     # When it starts
 
     def _probe(self, tier: int) -> tuple[int, float]:
-        """Fills a file's beginning with blocks that nobody has, and reads them as loads do."""
+        """Fills a file's beginning with blocks that nobody owns, and reads them as loads do."""
         file = self.files[tier]
         file.extend()
         key = AESGCM.generate_key(256)
@@ -569,7 +569,7 @@ class TierWorker:
         return taken_s[0] <= taken_s[1]
 
     def _time_together(self, open_all: Callable[[memoryview], object], rooms: Sequence[memoryview]) -> float:
-        """Returns how long it takes on the clock in as many threads as there are rooms."""
+        """Returns the wall-clock time with one thread for each room."""
         started_s = time.perf_counter()
         for opened in [self._openers.submit(open_all, room) for room in rooms]:
             opened.result()

@@ -1,4 +1,4 @@
-"""Tiers below the device, between two steps: joins what the scheduler decides, the program's blocks, and the threads that
+"""Tiers below the device, between two steps: connects the scheduler's decisions, the program's blocks, and the threads that
 write and read them (decisions/0029)."""
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from cloister.scheduler.kv_restores import TRIAL, TierRead
 from cloister.types.events import KVStored
 
 FIND_OLDEST_EVERY_S: Final = 1.0
-"""How often the oldest block of a tier is looked for while it stores."""
+"""How often to look for the oldest block of a tier while it stores."""
 
 
 class TierTotals:
-    """What was told of one tier.
+    """The last report on one tier.
 
     Args:
-        index: what it holds.
+        index: its contents.
     """
 
     def __init__(self, index: KVTierIndex) -> None:
@@ -62,7 +62,7 @@ class TierTotals:
 
 
 class TierThreads(Protocol):
-    """What writes and reads blocks beside the steps, as `TierWorker` does."""
+    """Writes and reads blocks beside the steps, as `TierWorker` does."""
 
     @property
     def files(self) -> Sequence[TierFile]: ...
@@ -106,10 +106,10 @@ MakeTierThreads = Callable[[Sequence[TierFile], KVFormat, Callable[[TierBlock], 
 
 @dataclass(frozen=True, slots=True)
 class TierMachine:
-    """What tiers use of a machine beside their files. A simulator has another one.
+    """What tiers need of a machine besides their files. A simulator has another one.
 
     Attributes:
-        make_threads: makes what writes and reads.
+        make_threads: makes the object that writes and reads.
         process_s, thread_s: processor time of the process, and of the engine's thread.
         draw_bytes: draws secrets.
     """
@@ -134,7 +134,7 @@ class EngineTiers:
         codec: how blocks are compressed (`kv_tier_codec`); None: not at all.
         admission: which blocks full tiers store (`kv_tier_admission`); None: the default.
         pool: descriptor of the pool that engines share, and this one's seat; None: it has none.
-        machine: on which it runs.
+        machine: where it runs.
 
     Raises:
         ConfigError: one cannot be used, or nothing can be compressed.
@@ -207,7 +207,7 @@ class EngineTiers:
         self.worker.on_news(wake)
 
     def serve(self, now: float) -> None:
-        """Takes what was written and read, and what other engines have announced."""
+        """Handles finished writes and reads, and announcements of other engines."""
         if self._is_choosing and self.worker.take_choice():
             self._use_choice()
         if self._loans is not None:
@@ -238,7 +238,8 @@ class EngineTiers:
 
     def _finish(self, arrival: TierArrival, now: float, *, is_complete: bool) -> None:
         for index, (num_bytes, elapsed_s) in zip(self.tiers.indexes, arrival.measured, strict=True):
-            if num_bytes and arrival.read.restore is None:  # else it is known when both sides have met, and so is what it saved
+            # of a restore from both sides, this and the saved time are known when the sides have met
+            if num_bytes and arrival.read.restore is None:
                 index.learn(num_bytes, elapsed_s)
         if arrival.read.request_id == TRIAL:
             self._restores.is_trying = False
@@ -268,7 +269,7 @@ class EngineTiers:
         self._dispatched_s = self._machine.process_s()
 
     def _copy(self, index: KVTierIndex) -> None:
-        """Has the copies to one tier, and from it to the one below, made."""
+        """Starts the copies to one tier, and from it to the one below."""
         if not index.copies:
             return
         started_s = self._machine.thread_s()
@@ -285,7 +286,7 @@ class EngineTiers:
         index.spend(self._machine.thread_s() - started_s, [block for source, block in copies if isinstance(source, int)])
 
     def _sample(self, blocks: Sequence[TierBlock], contents: Sequence[bytes]) -> None:
-        """Gives the codec blocks to measure, and stores none of them: their slots have not got their size yet."""
+        """Gives the codec blocks to measure, and stores none of them: the size of their slots is not yet known."""
         assert self._codec is not None
         for block, content in zip(blocks, contents, strict=True):
             self.tiers.indexes[block.tier].confirm(block, is_written=False)
@@ -294,7 +295,7 @@ class EngineTiers:
                 self.worker.choose_level(self.tiers.indexes[-1].predict_s(1))
 
     def _use_choice(self) -> None:
-        """Gives slots the size that blocks have at the level that was chosen; nothing has been stored yet."""
+        """Gives slots the size that blocks have at the chosen level; nothing has been stored yet."""
         self._is_choosing = False
         layouts = [self._plan(limit_bytes) for limit_bytes in self._limits]
         self.worker.use_layouts(layouts)
@@ -303,7 +304,7 @@ class EngineTiers:
 
     def note_step(self, owners: Sequence[bytes | None]) -> None:
         """Notes that a step for these owners has run since `dispatch`: storing may take a small part of its processor time.
-        Times on the clock would let it take more on a busy machine, where it takes most from others."""
+        Wall-clock time would let it take more on a busy machine, where that hurts others most."""
         self.tiers.earn_step(STORE_SHARE * (self._machine.process_s() - self._dispatched_s), owners)
 
     def take_stored(self, now: float) -> tuple[KVStored, ...]:

@@ -1,7 +1,7 @@
 """KV from and to other engines, between two steps: connects the scheduler's loads and exports, the program's blocks, and the
 links to other engines (decisions/0022).
 
-Everything here runs on the engine's thread, and takes a bounded time in each step, but for the copies (`KVOffer.read`): links
+Everything here runs on the engine's thread and takes a bounded time in each step, except the copies (`KVOffer.read`): links
 make them, and wait for other engines, in threads of their own.
 """
 
@@ -24,11 +24,11 @@ from cloister.types.events import KVSource, PrefetchKV
 
 @dataclass(frozen=True, slots=True)
 class PulledKV:
-    """What a pull has brought so far.
+    """The results of a pull so far.
 
     Attributes:
         objects: genuine ones, in the order of their entries.
-        is_complete: whether the other engine has sent all it had; None while more may come.
+        is_complete: whether the other engine has sent everything that it had; None while more may come.
     """
 
     request_id: str
@@ -42,7 +42,7 @@ class KVDemand:
 
     Attributes:
         peer: number of its connection.
-        query: what it asks for; None: the connection has ended.
+        query: the entries that it wants; None: the connection has ended.
         is_sent: it has ended: whether all was sent.
     """
 
@@ -63,11 +63,11 @@ class EntryContents:
 
 @dataclass(frozen=True, slots=True)
 class KVOffer:
-    """Entries for a peer. Its connection copies a part of them when the one before it was sent, also while a step runs.
+    """Entries for a peer. Its connection copies a part of them when the previous part was sent, even while a step runs.
 
     Attributes:
-        read: copies entries, from any thread; None if they are not there any more.
-        is_complete: these are the last ones: whether the peer has all then. None: more may come.
+        read: copies entries, from any thread; None if they are gone.
+        is_complete: for the last entries, whether the peer then has everything. None: more may come.
     """
 
     entries: list[KVEntry]
@@ -105,7 +105,7 @@ class KVLinks(Protocol):
         ...
 
     def pull(self, query: KVQuery, endpoint: str, timeout_s: float) -> None:
-        """Asks another engine. `take_pulled` brings what comes, and in the end `is_complete`; nothing after `cancel`."""
+        """Asks another engine. `take_pulled` returns what comes, and finally `is_complete`; nothing after `cancel`."""
         ...
 
     def cancel(self, request_id: str) -> None:
@@ -117,7 +117,7 @@ class KVLinks(Protocol):
         ...
 
     def take_demands(self) -> list[KVDemand]:
-        """Removes and returns what other engines want, oldest first."""
+        """Removes and returns the requests of other engines, oldest first."""
         ...
 
     def offer(self, peer: int, offer: KVOffer) -> None:
@@ -146,7 +146,7 @@ class KVTransfer:
         self._unfinished: set[int] = set()  # peers to which more will be offered
 
     def load_from(self, request_id: str, source: KVSource) -> None:
-        """Says where KV of a request is, before its load begins."""
+        """Sets where KV of a request is, before its load begins."""
         self._sources[request_id] = source.endpoint
 
     def prefetch(self, message: PrefetchKV, now: float) -> None:
@@ -158,7 +158,7 @@ class KVTransfer:
             self._loads.prefetch(message.request, message.token_ids, now)
 
     def serve(self, now: float) -> None:
-        """Takes what has come, and offers others what they want."""
+        """Handles arrivals, and offers other engines what they want."""
         if self._loads.num_waiting_bytes < 2 * MAX_STEP_BYTES:
             for pulled in self.links.take_pulled():
                 self._loads.arrive(pulled.request_id, pulled.objects)
@@ -173,12 +173,12 @@ class KVTransfer:
         self.offer_news(now)
 
     def offer_news(self, now: float) -> None:
-        """Offers others what a step has added to the prompts that they follow."""
+        """Offers other engines what a step has added to the prompts that they follow."""
         for peer in sorted(self._unfinished):
             self._offer(peer, self._numbers[peer], now)
 
     def dispatch(self) -> None:
-        """Tells the links which transfers begin, and which are not wanted any more."""
+        """Tells the links which transfers begin, and which are no longer wanted."""
         cancelled, self._loads.cancelled = self._loads.cancelled, []
         for request_id in cancelled:
             self.links.cancel(request_id)
@@ -210,8 +210,8 @@ class KVTransfer:
     def _read(self, number: int, root: bytes, entries: Sequence[KVEntry]) -> list[EntryContents] | None:
         """Copies entries of an export.
 
-        A step may run meanwhile. It does not write blocks with a lease; and as a lease ends before its blocks are free, they
-        were not free before the copy was made if it has not ended after that.
+        A step may run meanwhile. It does not write leased blocks. A lease ends before its blocks are free, so if it has not
+        ended after the copy, the blocks were not free before it.
         """
         blocks = [block for found in entries for block in found.blocks if block != NO_BLOCK]
         copies = dict(zip(blocks, self._blocks.export(blocks), strict=True))

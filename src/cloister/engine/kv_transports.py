@@ -1,8 +1,9 @@
 """Where engines listen for each other, and how KV passes: through shared memory or a Unix socket on one machine, over mutual
 TLS between machines; inside a sealed node over descriptors that its front hands out (`engine.kv_sealed_link`).
 
-A setting names one transport or several, as "shm,tls://HOST:0" does, and so does an endpoint; who connects takes the first one
-that it reaches. A name of a Unix socket is drawn, so on another machine nothing listens there, which is known at once.
+A setting names one transport or several, such as "shm,tls://HOST:0", and so does an endpoint; the connecting engine takes the
+first one that it reaches. Names of Unix sockets are random, so on another machine nothing listens there, and connecting fails
+at once.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class KVTransport(Protocol):
         ...
 
     def accept(self, sock: socket.socket, timeout_s: float) -> socket.socket:
-        """Returns a connection that came in, to one that may speak. Closes it and raises OSError if it may not, or takes too
-        long to say who it is."""
+        """Returns an incoming connection once its peer is known and allowed. Closes it and raises OSError if the peer is not
+        allowed, or takes too long to identify itself."""
         ...
 
     def open_inbox(self, where: str, part_bytes: int) -> KVInbox:
@@ -72,17 +73,17 @@ class KVTransport(Protocol):
         ...
 
     def open_outbox(self, sock: socket.socket, deadline_s: float) -> KVOutbox:
-        """Returns where to put what an engine asked for. Raises KVLinkError or OSError if that engine does not say where, or
-        not in time."""
+        """Returns where to put what an engine asked for. Raises KVLinkError or OSError if that engine does not say where in
+        time."""
         ...
 
     def close(self) -> None:
-        """Gives back what it keeps between connections."""
+        """Releases what it keeps between connections."""
         ...
 
 
 KV_TRANSPORTS: Registry[Callable[[bytes], KVTransport]] = Registry("transport of KV")
-"""They take what all engines of one front know, and nobody else."""
+"""They take the secret that all engines of one front share, and nobody else has."""
 
 
 _UNIX_THREAT: Final = ThreatProfile(
@@ -145,7 +146,7 @@ class UnixTransport:
     """Abstract names: they leave no file behind when a process dies.
 
     Args:
-        secret: as of every transport; who may speak is decided by the user here.
+        secret: as for every transport; here the peer's user decides whether it is allowed.
     """
 
     name: ClassVar = "unix"
@@ -229,7 +230,7 @@ class MooncakeTransport(UnixTransport):
 
 
 class TlsTransport:
-    """TCP under mutual TLS 1.3: both sides show the certificate that only engines of this front can show.
+    """TCP under mutual TLS 1.3: both sides show the certificate that only engines of this front have.
 
     Args:
         secret: from which their key is derived.
@@ -294,7 +295,7 @@ def _split(where: str) -> tuple[str, int]:
     """Reads "//HOST:PORT"."""
     host, _, port = where.removeprefix("//").rpartition(":")
     if not where.startswith("//") or not port.isdigit() or int(port) > 0xFFFF:
-        raise ConfigError(f"kv_transfer tls:{where} is no address; write tls://HOST:0", param="kv_transfer")
+        raise ConfigError(f"kv_transfer tls:{where} is not an address; write tls://HOST:0", param="kv_transfer")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 
@@ -332,19 +333,19 @@ KV_TRANSPORTS.register(SEALED, _SEALED_THREAT)(_refuse_sealed)
 
 
 def parse_places(setting: str) -> list[tuple[str, str]]:
-    """Returns the transports that a setting or an endpoint names, each with what is behind the colon: where it listens."""
+    """Returns the transports that a setting or an endpoint names, each with the part after the colon: where it listens."""
     parts = (part.partition(":") for part in setting.split(","))
     return [(name, where) for name, _, where in parts]
 
 
 def lacks_address(setting: str) -> bool:
-    """Whether a setting leaves out an address, for the machine on which an engine will run. Raises ConfigError if there is one
-    that is none."""
+    """Whether a setting leaves out an address, for the machine on which an engine will run. Raises ConfigError if one is
+    invalid."""
     return any(name == "tls" and (not where or not _split(where)[0]) for name, where in parse_places(setting))
 
 
 def fill_address(setting: str, address: str) -> str:
-    """Returns a setting with the address of the machine on which its engine runs, wherever it leaves one out."""
+    """Returns a setting with the address of its engine's machine filled in wherever it leaves one out."""
     own = f"tls://{_bracketed(address)}:0"
     return ",".join(own if part == "tls" else part for part in setting.split(","))
 

@@ -1,8 +1,8 @@
 """How engines of a sealed node reach each other: none of them may open or connect a socket, so descriptors are handed to them.
 
 Each engine has a listener, an unnamed socket that takes descriptors of connections, and the other ends of the others'
-listeners. Engines that start again get new ones, so the front passes their listeners on. It makes no connection itself. To
-engines of other machines of a unit lead listeners of the front (`private.unit.carriers`).
+listeners. Engines that start again get new ones, so the front passes their listeners on. It makes no connection itself.
+Listeners of the front lead to engines of other machines of a unit (`private.unit.carriers`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import msgspec
 SEALED: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_sealed_link`)."""
 UNREACHED: Final = f"{SEALED}:none"
-"""Where nobody is: engines of two members are not connected, and compute what one of them has."""
+"""An endpoint that leads nowhere: engines of two members are not connected, so each computes what the other has."""
 NUM_DESCRIPTORS: Final = 2
-"""What an engine gets of `UnitSeat`: its listener, and the socket over which it hears of the others."""
+"""The descriptors that come with a `UnitSeat`: the engine's listener, and the socket over which it learns of the others."""
 _CONNECT, CARRIED = b"+", b"@"
 """The message that brings a listener a connection: from this machine, or from another one."""
 SECRET_BYTES: Final = 32
-"""What a front tells its end of a carried connection first."""
+"""The first message of a front to its end of a carried connection."""
 _MESSAGE_BYTES: Final = 16
 
 
@@ -32,7 +32,7 @@ class LinkSocket(socket.socket):
     """A connection between two engines.
 
     Attributes:
-        secret: what its ends know, in place of what all engines of a front know; None: they know that.
+        secret: shared by its ends, in place of the secret of all engines of a front; None: they use that one.
     """
 
     secret: bytes | None = None
@@ -70,7 +70,7 @@ class KVUnit:
     """The engines of one sealed node, as the front introduces them to each other.
 
     Attributes:
-        secret: what they alone know; drawn here, and in locked memory for as long as the node runs.
+        secret: shared by them alone; drawn here, and kept in locked memory for as long as the node runs.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class KVUnit:
         return secret
 
     def admit(self, index: int) -> tuple[socket.socket, socket.socket]:
-        """Introduces an engine that starts to the others, and these to it. Returns its ends: its listener and its news. An
+        """Introduces an engine that starts to the others, and the others to it. Returns its ends: its listener and its news. An
         earlier engine with this index is forgotten."""
         self.dismiss(index)
         listener, far_listener = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -107,7 +107,7 @@ class KVUnit:
 
         Args:
             index: how the engines of this machine number it.
-            carrier: takes descriptors of connections to it; it is this object's from now on.
+            carrier: takes descriptors of connections to it; this object owns it from now on.
         """
         if (old := self._carriers.pop(index, None)) is not None:
             old.close()
@@ -140,13 +140,13 @@ class KVUnit:
 
 
 def endpoint_of(index: int) -> str:
-    """Returns where the others find an engine, also after it started again."""
+    """Returns where the others find an engine, even after it was started again."""
     return f"{SEALED}:{index}"
 
 
 def relative_endpoint(endpoint: str, target: int, num_engines: int) -> str:
-    """Returns where an engine of a unit of several machines finds another one, which is not where others find that one: each
-    machine numbers its own engines from 0, and those of others behind them.
+    """Returns where an engine of a unit of several machines finds another engine. This differs between machines: each numbers
+    its own engines from 0, and those of others after them.
 
     Args:
         endpoint: of the other one, as the unit numbers it: machine by machine, the leader's first.
@@ -175,7 +175,7 @@ class UnitPeers:
     """An engine's side: connects to the others by their indexes. Any thread may use it.
 
     Args:
-        news: over which the front says who the others are; it is closed here.
+        news: socket over which the front introduces the others; it is closed here.
     """
 
     def __init__(self, news: socket.socket) -> None:

@@ -1,7 +1,7 @@
-"""Keys in memory that is not swapped, not dumped and not inherited: for as long as one is kept it is here and nowhere else.
+"""Keys in memory that is never swapped, dumped or inherited: while a key is kept, it is here and nowhere else.
 
 A cipher has a copy of its key, which OpenSSL wipes when the cipher is freed. So ciphers are made when something is sealed or
-opened, and kept no longer.
+opened, and dropped afterwards.
 """
 
 from __future__ import annotations
@@ -64,11 +64,11 @@ class LockedKeys:
             return self._keep(kept)
 
     def cipher(self, number: int) -> AESGCM | None:
-        """Returns what seals and opens under a key, for now; None if the key was forgotten."""
+        """Returns a cipher for a key, for use at once; None if the key was forgotten."""
         return self.use(number, AESGCM)
 
     def use(self, number: int, make: Callable[[memoryview], T]) -> T | None:
-        """Returns what `make` makes of a key, which it copies and wipes as a cipher does; None if the key was forgotten."""
+        """Returns `make(key)`, which copies the key and wipes its copy as a cipher does; None if the key was forgotten."""
         with self._lock:
             key = self._keys.get(number)
             return None if key is None else make(key)
@@ -125,7 +125,7 @@ def lock_keys(setting: str = "kv_tier") -> LockedKeys:
         return LockedKeys()
     except OSError as error:
         raise ConfigError(
-            f"{setting} keeps its keys in memory that is not swapped, and none may be locked here ({error.strerror}); raise "
+            f"{setting} keeps its keys in memory that is not swapped, but none may be locked here ({error.strerror}); raise "
             f"the limit (`ulimit -l 64`; in a container `--ulimit memlock=65536`), or leave {setting} out",
             param=setting,
         ) from error

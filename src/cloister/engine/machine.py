@@ -95,7 +95,8 @@ def freeze_gc_heap(*, thaw: bool = False, searches: bool = True) -> None:
 
     Args:
         thaw: whether what was frozen before may be garbage by now; otherwise it is not searched again.
-        searches: whether what is garbage now is freed first: frozen, it stays for ever. Imports leave about a thousand objects.
+        searches: whether to free garbage first, which would otherwise stay frozen forever. Imports leave about a thousand
+            objects.
     """
     if thaw:
         gc.unfreeze()

@@ -11,21 +11,21 @@ from weakref import WeakKeyDictionary
 from cloister.types.request import SequenceOutput, TokenLogprobs
 
 BATCH: Final = 32
-"""Outputs that a reader of whole answers gets at once. It keeps the event loop for half a millisecond with them."""
+"""Outputs that a reader of whole answers gets at once. They occupy the event loop for half a millisecond."""
 WAKEUPS_A_TURN: Final = 4
 """Streams that get a token in one turn of the event loop; the next turn looks for new requests and messages first."""
 
 
 class Wakeups:
-    """Wakes the readers of outputs on an event loop: those of a first output at once, the others a few in each turn.
+    """Wakes the readers of outputs on an event loop: readers of a first output at once, the others a few per turn.
 
-    A step has tokens for every stream, and the text of each takes its task some 50 us to write. Woken together they would hold
-    the loop for milliseconds, in which no new request is read and no first token of another engine is passed on.
+    A step has tokens for every stream, and each task takes some 50 us to write its text. Woken together they would hold the
+    loop for milliseconds, during which no new request is read and no first token of another engine is passed on.
     """
 
     __slots__ = ("_is_due", "_waiters")
 
-    def __init__(self) -> None:  # it may not refer to its loop, whose end ends it (`_wakeups`)
+    def __init__(self) -> None:  # it must not refer to its loop, whose end ends it (`_wakeups`)
         self._waiters: deque[asyncio.Future[None]] = deque()
         self._is_due = False
 
@@ -52,8 +52,8 @@ class Wakeups:
 class Mailbox:
     """Queue of outputs from event loop callbacks to the one task that reads them; cheaper than asyncio.Queue.
 
-    Outputs of a sequence that its task has not read yet become one, so that a front that is slower than its engines writes
-    fewer and longer pieces, and does not fall behind.
+    Outputs of a sequence that its task has not read yet are joined, so that a front that is slower than its engines writes
+    fewer and longer pieces and does not fall behind.
 
     Args:
         batch: outputs for which the task is woken; the end of a sequence wakes it too.
@@ -80,7 +80,7 @@ class Mailbox:
         if self._batch == 1 and self._items and self._num_kept > 1 and (joined := self._items[-1].join(output)) is not None:
             self._items[-1] = joined
             self._num_bytes[-1] += num_bytes
-            return  # its task has been woken, and has not come to read yet
+            return  # its task has been woken but has not read yet
         self._items.append(output)
         self._num_bytes.append(num_bytes)
         self._num_kept += 1
@@ -99,7 +99,7 @@ class Mailbox:
         return self._items.popleft()
 
     def release(self) -> None:
-        """Counts the outputs in the queue no longer: nobody reads them."""
+        """Stops counting the outputs in the queue: nobody reads them."""
         if self._hold is not None and (num_bytes := sum(self._num_bytes)):
             self._hold(-num_bytes)
         self._items.clear()

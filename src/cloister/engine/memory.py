@@ -25,7 +25,7 @@ STATES_PER_SEQ: Final = 4
 """States for each sequence: its running one, one more while a step copies it, and two that the prefix cache keeps: where its
 prompt ended and where its answer did."""
 SEQS_PER_LENGTH: Final = 8
-"""With KV for one sequence of full length there may be so many shorter ones, which need as many states; not fewer."""
+"""KV for one sequence of full length can hold this many shorter ones, which need as many states; never fewer."""
 DEFAULT_SHARE: Final = 0.5
 """Default share of the KV cache in the memory that weights and activations leave free."""
 
@@ -87,7 +87,8 @@ def budget_memory(
         kv_memory_mb: size of the KV cache, states included.
         drafters_bytes: size of drafters without their KV, which `need` counts with each block.
         tier_bytes: size of a KV tier in memory.
-        whole_bytes: of which `available_bytes` are the part that --memory-share allows; None if nothing more is free.
+        whole_bytes: all free memory, of which `available_bytes` is the part that --memory-share allows; None if nothing more is
+            free.
         num_draft_rows: rows of vocabulary width that drafts need at once.
         num_drafts: most drafts of a step.
         most_drafts: most of one sequence.
@@ -141,7 +142,8 @@ class _GroupSizes:
 
     Layers that see all positions need a block for every `block_size` positions. Layers with a window use only what sequences
     see and one step computes, plus the windows at the ends of cached prefixes.
-    States are as many as sequences are likely to run at once need: all of `max_num_seqs` where there is KV for many of them.
+    There are as many states as the sequences that are likely to run at once need: those of all `max_num_seqs` if there is KV
+    for many.
     """
 
     def __init__(
@@ -178,7 +180,7 @@ class _GroupSizes:
         return sum(self._count(group, num_blocks) * size_bytes for group, size_bytes in self._groups)
 
     def state_bytes(self, num_blocks: int) -> int:
-        """Returns what states take of it."""
+        """Returns the share of it that states take."""
         return sum(self._count(group, num_blocks) * size_bytes for group, size_bytes in self._groups if group.is_state)
 
     def _count(self, group: KVGroup, num_blocks: int) -> int:
@@ -215,7 +217,7 @@ def _default_blocks(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_
 
 
 def _refuse_share(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_seqs: int) -> MemoryBudgetError:
-    """Returns the refusal of a KV cache whose size would follow from a machine's memory, with settings that do without it."""
+    """Returns the refusal of a KV cache whose size would depend on a machine's memory, with settings that avoid that."""
     shared = sizes.count_blocks(int(left * DEFAULT_SHARE))
     remedies = []
     if shared >= blocks_per_seq:
@@ -232,7 +234,7 @@ def _refuse_share(sizes: _GroupSizes, left: int, blocks_per_seq: int, max_num_se
 
 
 def _check_tier(tier_bytes: int, room_bytes: int) -> None:
-    """Raises MemoryBudgetError if a tier is what does not fit: without it, all else does."""
+    """Raises MemoryBudgetError if it is a tier that does not fit: everything else does."""
     if tier_bytes <= room_bytes or room_bytes < 0:
         return
     fits = room_bytes // MIB
@@ -269,7 +271,7 @@ def _check_fits(sizes: _GroupSizes, num_blocks: int, left: int, blocks_per_seq: 
 
 
 def _find_figure(sizes: _GroupSizes, left: int, blocks_per_seq: int, *, is_more: bool) -> str | None:
-    """Returns MiB that hold one sequence of full length and fit, as round as they may be; None if there are none.
+    """Returns a size in MiB that holds one sequence of full length and fits, as round as possible; None if there is none.
 
     Args:
         is_more: the least of them, else the most.
@@ -284,7 +286,7 @@ def _find_figure(sizes: _GroupSizes, left: int, blocks_per_seq: int, *, is_more:
 
 
 def _say_how_to_get(needed_bytes: int, whole_bytes: int | None) -> str:
-    """Returns what to do for so much memory: a larger share of what is free, if that is enough."""
+    """Returns advice for this much memory: a larger share of the free memory, if that is enough."""
     if whole_bytes is None or whole_bytes < needed_bytes:
         return f"give it {_mib(needed_bytes)}"
     return (

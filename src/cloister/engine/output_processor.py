@@ -77,7 +77,7 @@ class OutputStream:
         return stop
 
     def replay(self, token_ids: list[int]) -> None:
-        """Reads output that the front has already: restores the state of text that is held back, and of stop strings."""
+        """Reads output that the front already has: restores the state of held-back text and of stop strings."""
         self.take(Sample(self.new.seq_id, token_ids))
         self.drop_gain()
         self.prompt_logprobs = None

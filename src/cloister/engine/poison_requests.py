@@ -7,12 +7,12 @@
 3. A confined request that has its engine to itself when it dies is the culprit.
 
 So three deaths find a culprit, four if cleared requests ran beside it, and a request that lost two engines never ends for that.
-One that kills late is cleared before, and accused again: also beside suspects that were not cleared, which may have started
-after it.
-That a connection to an engine of another machine ends is no death: a network that is cut accuses nobody.
+One that kills late is cleared first and accused again later, even beside suspects that were not cleared, which may have started
+after it. The end of a connection to an engine of another machine does not count as a death: a cut network accuses nobody.
 
-The worker of a sealed request knows no other one, so it cannot see that its request has the engine to itself. Each worker waits
-for a random time before its confined request is tried: of those that shared two deaths hardly two are tried at once.
+The worker of a sealed request knows no other one, so it cannot see that its request has the engine to itself. Each worker
+therefore waits for a random time before its confined request is tried, so that of the requests that shared two deaths hardly
+two are tried at once.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from enum import IntEnum
 from typing import Final
 
 PROBATION_STEPS: Final = 4
-"""A suspect is cleared after so many steps that brought it tokens."""
+"""A suspect is cleared after this many steps that brought it tokens."""
 PROBATION_GROWTH: Final = 4
-"""Each time that a request was cleared and accused again it has to take so many times as many steps: some kill late."""
+"""Each time that a request was cleared and is accused again, it needs this many times as many steps: some kill late."""
 TRIAL_SPREAD_S: Final = 10.0
 """Longest wait before the trial of a request whose client does not know what else the engine has: many times what most
 take. Where a prompt alone takes seconds, trials overlap, and a request may be accused of what another one did."""
 NUM_SAFE_LOSSES: Final = 2
-"""A request never ends with an error because its engine died so often or less."""
+"""A request never ends with an error because its engine died this often or less."""
 
 
 class Standing(IntEnum):
@@ -103,7 +103,7 @@ def judge(lost: Sequence[Suspect], *, is_shared: bool = False) -> Suspect | None
         suspect.num_idle_losses += 1
         if suspect in accused:
             _accuse(suspect)
-        elif suspect.num_idle_losses > 1:  # it never got far: perhaps the engine died when it read it
+        elif suspect.num_idle_losses > 1:  # it never got far: perhaps the engine died while reading it
             suspect.standing = max(suspect.standing, Standing.SUSPECT)
         suspect.num_steps, suspect.has_slot = 0, False
     return None
@@ -124,5 +124,5 @@ def choose_due(held: Sequence[Suspect], sent: Sequence[Suspect]) -> list[Suspect
     if any(suspect.standing is Standing.CONFINED for suspect in sent):
         return []
     confined = [suspect for suspect in held if suspect.standing is Standing.CONFINED]
-    # first one that died with company, as it has the engine to itself now; then those that have shown least
+    # first a request that died in company, as it now has the engine to itself; then those that have taken the fewest steps
     return [min(confined, key=lambda s: (-s.num_trials, s.num_all_steps))] if confined else list(held)

@@ -1,6 +1,6 @@
 """Reads with many parts in flight by one call: io_uring of Linux (5.6 and later), by its system calls alone.
 
-A ring is used by one thread. All of its reads have ended when a call returns, so nothing is written to memory that is gone.
+A ring is for one thread. All of its reads have ended when a call returns, so nothing is written to freed memory.
 Sandboxes often forbid io_uring, as the kernel's side of it has had many faults; setting it up then raises OSError.
 (io_uring_setup(2), io_uring_enter(2); linux/io_uring.h)
 """
@@ -99,7 +99,7 @@ class ReadRing:
             except OSError as error:
                 if error.errno not in _PASSING:
                     raise
-                time.sleep(0.001)  # what was submitted goes on, so nothing may be given up
+                time.sleep(0.001)  # submitted reads go on, so none may be abandoned
             head, tail = self._word(self._cq_head), self._word(self._cq_tail)
             while head != tail:
                 number, result = _CQE.unpack_from(self._rings, self._cqes + (head & self._cq_mask) * _CQE_BYTES)

@@ -12,7 +12,7 @@ ReplicaState = Literal[
     "lost", "starting", "draining", "drained", "stopping", "stopped",
     "stalled", "suspicious", "slow", "standby", "idle", "running",
 ]  # fmt: skip
-"""How a replica is, of several that apply the first one here:
+"""The state of a replica. Of several that apply, it is the first one here:
 
 - lost: its engine died too often and is not started again; starting: its engine is started, or started again;
 - draining, drained: it gets no new requests, and still has some, or none;
@@ -20,7 +20,7 @@ ReplicaState = Literal[
 - stalled: requests wait, and its engine makes no step;
 - suspicious: it computed other tokens than two others (`cluster.replay`); slow: as `cluster.health` finds;
 - standby: it is ready, and gets no requests until another one is lost (`cluster.standby`);
-- idle: no engine runs, and a request starts one; running: all is well.
+- idle: no engine runs, and a request starts one; running: none of these.
 """
 NOT_WELL: Final[frozenset[ReplicaState]] = frozenset({"lost", "starting", "draining", "drained", "stalled", "suspicious"})
 """States in which a replica does not serve requests as it should."""
@@ -42,11 +42,11 @@ class ReplicaSnapshot:
         num_queued: sequences without a slot after its last step, those that came from other replicas included.
         num_pending_tokens: prompt tokens of requests without a first token.
         num_sequences: answers of its requests that have not ended; 0 if nothing predicts their lengths.
-        num_slots: answers that it computes at once: fewer than it is set to if memory lacks; 0 if unknown.
+        num_slots: answers that it computes at once, fewer than configured if memory is short; 0 if unknown.
         num_expected_tokens: tokens that these answers are expected to get yet (`cluster.lengths`).
         num_used_blocks, num_total_blocks: KV blocks after its last step, 0 before the first one; without a request none are
             used.
-        num_routed: requests that it was given so far.
+        num_routed: requests routed to it so far.
         num_migrated: requests among those that were moved to it while they ran.
         num_kv_loads: how often KV came to it from another replica; in several rounds for a request that ran.
         num_prefix_copies: copies of hot prefixes among those loads (`cluster.hot_prefixes`).
@@ -54,7 +54,7 @@ class ReplicaSnapshot:
         role: what it computes.
         cost: the times of its steps.
         transfer_token_s: seconds that KV of a token takes to come to it from another replica; 0 before the first transfer.
-        slowness: its steps take so many times as long as those of the others (`cluster.health`); 1 while unknown.
+        slowness: how many times as long as the others' its steps take (`cluster.health`); 1 while unknown.
         is_slow: it gets no requests because of that.
         num_mismatches: how often it computed other tokens than another replica (`cluster.replay`).
         is_standby: it gets no requests until another replica is lost.
@@ -101,14 +101,14 @@ class ReplicaSnapshot:
         return per_step + per_token * num_new + per_attended * num_new * (num_cached + num_new / 2)
 
     def decode_s(self, num_sequences: int) -> float:
-        """Returns the predicted time of a step that computes a token of each of so many answers."""
+        """Returns the predicted time of a step that computes a token of each of this many answers."""
         per_step, per_token, _, _ = self.cost
         return per_step + per_token * num_sequences
 
     @property
     def num_steps_to_slot(self) -> float:
-        """Steps until one more request gets a slot: 0 while one is free, else until as many answers as are too many have ended,
-        if answers end at random after what is expected of them on average."""
+        """Steps until one more request gets a slot: 0 while one is free, otherwise until enough answers have ended, if answers
+        end at random after their expected mean length."""
         num_over = self.num_sequences - self.num_slots + 1
         if self.role == "prefill" or not self.num_slots or num_over <= 0:
             return 0.0
@@ -167,14 +167,14 @@ class LengthErrors:
 
 @dataclass(frozen=True, slots=True)
 class UpdateProgress:
-    """How far a rolling update is (`RequestClient.update_replicas`).
+    """The progress of a rolling update (`RequestClient.update_replicas`).
 
     Attributes:
         num_updated: replicas that have their new engine.
         num_replicas: of the server.
         is_running: it has not ended.
         error: why it ended early; empty if it did not. Replicas that were not updated keep their engines.
-        is_rolling_back: it has failed, and replicas with other weights get those from before again.
+        is_rolling_back: it has failed, and replicas with new weights get the old ones back.
     """
 
     num_updated: int

@@ -22,7 +22,7 @@ GRACE_S: Final = 10.0
 """Grace period after a request's deadline, which the engine enforces, before the client ends the request itself."""
 ONE_ENGINE: Final = "this server has one engine; start it with --replicas 2 or more"
 DRAIN_REPLICA_S: Final = 60.0
-"""Longest time in which a replica is drained: others may have no room."""
+"""Longest time for draining a replica: the others may have no room."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +31,7 @@ class Health:
 
     Attributes:
         good: steps advance, or no request waits.
-        detail: one line for an operator, free of content.
+        detail: one line for an operator, without content.
         is_idle: no engine runs, and the next request starts one.
         is_starting: a request has come to an idle engine, and the next one starts.
     """
@@ -73,7 +73,7 @@ class RequestClient(ABC):
     @property
     @abstractmethod
     def processes(self) -> list[tuple[str, int]]:
-        """Name and process id of each engine that runs in its own process."""
+        """Name and process id of each engine that runs in a process of its own."""
 
     @abstractmethod
     def snapshots(self) -> list[ReplicaSnapshot]:
@@ -115,7 +115,7 @@ class RequestClient(ABC):
 
     @abstractmethod
     def abort(self, request_id: str) -> None:
-        """Aborts a request that has no waiter any more, if it has not ended."""
+        """Aborts a request that no longer has a waiter, if it has not ended."""
 
     @abstractmethod
     def expire(self, request_id: str) -> None:
@@ -123,7 +123,7 @@ class RequestClient(ABC):
 
     @abstractmethod
     def expire_held(self, request_id: str) -> None:
-        """Ends a request at its deadline that no engine has yet, since one starts."""
+        """Ends a request at its deadline that no engine has yet because one is starting."""
 
     async def generate(
         self, request: Request, observer: RequestObserver | None = None, *, in_batches: bool = False
@@ -136,8 +136,8 @@ class RequestClient(ABC):
 
         Args:
             observer: called with the events of the request.
-            in_batches: for a reader that shows nobody a part of an answer: it is woken when a sequence has ended or there are
-                `BATCH` outputs, not for each token.
+            in_batches: for a reader that shows no partial answers: it is woken when a sequence has ended or `BATCH` outputs are
+                there, not for each token.
 
         Raises:
             QueueFullError: the queue is full (`max_waiting`).
@@ -194,7 +194,7 @@ class RequestClient(ABC):
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
     def check_drain(self, index: int) -> None:
-        """Raises InvalidRequestError if an operator may not drain a replica: no other one would be well."""
+        """Raises InvalidRequestError if an operator may not drain a replica because no other one is healthy."""
         raise InvalidRequestError(ONE_ENGINE, param="replica")
 
     def return_replica(self, index: int) -> None:
@@ -214,7 +214,7 @@ class RequestClient(ABC):
 
     @property
     def update_progress(self) -> UpdateProgress | None:
-        """How far the last update is; None if there was none."""
+        """The progress of the last update; None if there was none."""
         return None
 
     @contextlib.contextmanager

@@ -1,11 +1,11 @@
 """Channels from worker processes to an engine: each process that handles one request has its own, without passing the front.
 
 The listener, an unnamed socket, receives descriptors of new channels. Channels use the frames of `engine.channel` and may send
-only `Submit`, `Abort`, and what has the KV of its own requests pass from one engine of the node to another. When a channel
-closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another one's
-request is closed: otherwise it could receive that one's outputs. If that one's channel has closed, it waits until the engine
-has ended the request: the worker comes back over another connection as soon as one is lost, perhaps during a long step. A
-channel that comes from another machine is sealed (`engine.carried_channel` is its other end), and ends if nothing comes.
+only `Submit`, `Abort`, and the messages that move the KV of their own requests from one engine of the node to another. When a
+channel closes, its requests are aborted, and nothing of theirs is kept for other engines. A channel that uses the id of another
+one's request is closed: otherwise it could receive that one's outputs. If that one's channel has closed, it waits until the
+engine has ended the request: the worker comes back over another connection as soon as one is lost, perhaps during a long step.
+A channel that comes from another machine is sealed (`engine.carried_channel` is its other end), and ends if nothing comes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class _Channel:
     """One worker's channel, with its receive buffer and its unsent output.
 
     Args:
-        records: seal it; None for one of this machine.
+        records: seal its content; None for a channel of this machine.
     """
 
     def __init__(self, sock: socket.socket, records: LinkRecords | None = None) -> None:
@@ -293,7 +293,7 @@ class SealedChannels:
 
     def _serve(self, worker: _Channel) -> None:
         if worker.is_closed:
-            return  # it was dropped since it was found ready
+            return  # dropped since it was found ready
         try:
             data = worker.sock.recv(_READ_BYTES)
             if data:
@@ -349,7 +349,7 @@ class SealedChannels:
                 self._claim(request, worker, *(resumption.token_ids if resumption is not None else ()))
                 worker.expected.discard(request.request_id)
                 if not math.isfinite(message.hold_kv_s):
-                    raise channel.ChannelError("KV cannot be kept for a time that is no number")
+                    raise channel.ChannelError("KV cannot be kept for a time that is not a number")
                 if message.hold_kv_s > 0.0:
                     worker.left.add(request.request_id)
                 self._input_queue.put(message)
@@ -371,7 +371,9 @@ class SealedChannels:
                 pass  # what a worker may not send has no effect
 
     def _claim(self, request: Request, worker: _Channel, *more_tokens: Sequence[int]) -> None:
-        """Gives a channel the outputs of a request. What no worker sends that is well may not end the engine of all others."""
+        """Gives a channel the outputs of a request. Messages that no healthy worker sends must not end the engine that all
+        others use.
+        """
         for token_ids in (request.token_ids, *more_tokens):
             if token_ids and not 0 <= min(token_ids) <= max(token_ids) < MAX_TOKEN_ID:
                 raise channel.ChannelError("a token id is out of range")

@@ -1,7 +1,7 @@
-"""A running request as a second engine computes it beside its own, until the front goes over to that engine. Pure.
+"""A running request that a second engine computes beside its own, until the front switches to that engine. Pure.
 
-The front holds back what the second engine says. Both compute the same tokens, so the front can go over as soon as the second
-engine has said as much as the first, and the client sees no gap.
+The front holds back the second engine's output. Both compute the same tokens, so the front can switch as soon as the second
+engine has produced as much as the first, and the client sees no gap.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _GOOD_ENDS = (FinishReason.LENGTH, FinishReason.STOP)
 
 
 class ShadowState(Enum):
-    """How a shadow compares with its request: with several sequences, the first of these that holds for one of them."""
+    """How a shadow compares with its request; with several sequences, the first of these that holds for any of them."""
 
     WRONG = auto()
-    """It said something else, or ended early: it is no copy."""
+    """Its output differs, or it ended early: it is not a copy."""
     BEHIND = auto()
-    """The request's own engine has said more, or the other one nothing yet."""
+    """The request's own engine is ahead, or the other one has produced nothing yet."""
     LEVEL = auto()
-    """It has said the same: the front can go over."""
+    """Both are level: the front can switch."""
     AHEAD = auto()
-    """It has said more: the front can go over, and the client gets its next token at once."""
+    """It is ahead: the front can switch, and the client gets its next token at once."""
 
 
 class Shadow:
-    """What a second engine says of a request.
+    """A second engine's output for a request.
 
     Args:
         token_ids: output of each sequence with which that engine began.
@@ -97,7 +97,7 @@ class Shadow:
         return all(i in self._end_starts or len(self._token_ids[i]) > self._starts[i] for i in self._open)
 
     def count_missing(self, token_ids: Sequence[Sequence[int]]) -> int:
-        """Returns how many tokens it is behind its request at most."""
+        """Returns by how many tokens it lags behind its request, at most."""
         return max((len(token_ids[i]) - len(self._token_ids[i]) for i in self._open), default=0)
 
     def compare(self, token_ids: Sequence[Sequence[int]], is_open: Collection[int]) -> ShadowState:
@@ -126,12 +126,12 @@ class Shadow:
             return ShadowState.AHEAD if num_said == num_own else ShadowState.WRONG
         if end_start is not None and end_start < num_own:
             return ShadowState.WRONG
-        if num_own not in self._bounds[index]:  # inside what it said in one step: of that only the whole could be passed on
+        if num_own not in self._bounds[index]:  # in the middle of one step's output, which can only be passed on as a whole
             return ShadowState.BEHIND
         return ShadowState.AHEAD if end_start is not None or num_said > num_own else ShadowState.LEVEL
 
     def news(self, token_ids: Sequence[Sequence[int]], is_open: Collection[int]) -> Iterator[Event | SequenceOutput]:
-        """Yields what the request's own engine has not said, in the order in which it came. Arguments as of `compare`."""
+        """Yields what the request's own engine has not produced, in order of arrival. Arguments as of `compare`."""
         for start, item in self._news:
             match item:
                 case Ended(index=index):

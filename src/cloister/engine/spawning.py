@@ -59,8 +59,8 @@ def start_template(preloaded: str = "") -> Started:
 
 
 def start_early_template(preloaded: str) -> None:
-    """Starts a template that `take_early_template` returns later. Where none can be started there is none: what needs one
-    starts another, and says why it cannot."""
+    """Starts a template that `take_early_template` returns later. If it cannot be started, there is none: the code that needs a
+    template starts another one, and reports why it cannot."""
     global _early
     discard_early_template()
     with contextlib.suppress(OSError):

@@ -13,7 +13,7 @@ from pathlib import PurePath
 from typing import Final
 
 StackTrace = tuple[str, ...]
-"""Code locations, innermost first, such as "engine/core.py:190 step". Empty if there was none to be had."""
+"""Code locations, innermost first, such as "engine/core.py:190 step". Empty if none could be read."""
 
 NUM_SHOWN: Final = 6
 """Innermost locations that a line of the log shows."""
@@ -23,7 +23,7 @@ _FRAME: Final = re.compile(r'^  File "(.*)", line (\d+) in (\S+)$')
 
 
 def read_step_stack(text: str) -> StackTrace:
-    """Returns the stack of the thread that runs an engine's steps, out of what `faulthandler` wrote for all threads."""
+    """Returns the stack of the thread that runs an engine's steps, from the output of `faulthandler` for all threads."""
     threads = [_read_thread(part) for part in text.split("\n\n")]
     return next((stack for stack in threads if any(_LOOP.search(location) for location in stack)), ())
 
@@ -49,7 +49,7 @@ class StackClusters:
         if len(self._clusters) > MAX_CLUSTERS:
             self._clusters.popitem(last=False)
         if not stack:
-            return "where it hangs is unknown: its process does not answer when asked, as one that is stopped or frozen"
+            return "it is unknown where it hangs: its process does not answer, like one that is stopped or frozen"
         where = f"it hangs at {' < '.join(stack[:NUM_SHOWN])}"
         if len(replicas) == 1:
             return f"{where}; no engine has hung there before"
@@ -58,7 +58,7 @@ class StackClusters:
 
 
 def find_same(stack: StackTrace, stalled: Mapping[int, StackTrace]) -> list[int]:
-    """Returns which of the replicas that are stalled hang where one of them hung, so that waiting for them is in vain.
+    """Returns which stalled replicas hang at the place where one of them hung, so that waiting for them is pointless.
 
     Args:
         stack: of the one that hung; an unknown one is like no other.

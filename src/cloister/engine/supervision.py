@@ -97,11 +97,11 @@ class IdleTimer:
         self._used_s = 0.0
 
     def note_use(self, now: float) -> None:
-        """Begins anew: the engine has something to do, or will have until `now`."""
+        """Starts again: the engine has something to do, or will have until `now`."""
         self._used_s = max(self._used_s, now)
 
     def is_held(self, now: float) -> bool:
-        """Whether the engine will have something to do yet."""
+        """Whether the engine is about to have something to do."""
         return now < self._used_s
 
     def is_over(self, now: float) -> bool:
@@ -110,8 +110,8 @@ class IdleTimer:
 
 
 class LivenessProbe:
-    """Says when an engine that others use too is pinged: requests of workers may wait for one that hangs, and that has not said
-    that it has them (`engine.sealed_channels`).
+    """Decides when to ping an engine that other processes use too: requests of workers may wait for an engine that hangs and
+    has not reported them (`engine.sealed_channels`).
 
     Args:
         after_s: time without a message of the engine; None: it is never pinged.
@@ -126,11 +126,11 @@ class LivenessProbe:
         self._heard_s = 0.0
 
     def note(self, now: float) -> None:
-        """The engine has said something, or has just started."""
+        """The engine has sent something, or has just started."""
         self._heard_s, self.is_open = now, False
 
     def look(self, now: float) -> bool:
-        """Returns whether it is to be pinged now."""
+        """Returns whether to ping it now."""
         if self._after_s is None or self.is_open or now - self._heard_s < self._after_s:
             return False
         self.is_open = True
@@ -175,7 +175,7 @@ class Supervision:
         restarts: its restart policy; None if it cannot be restarted.
         idle_timeout_s: an engine that can be restarted is ended when it had no request for this long, until there is one
             again; None keeps it.
-        ping_after_s: an engine that others use too is pinged when it has said nothing for so long; None: never.
+        ping_after_s: an engine that others use too is pinged when it has been silent for this long; None: never.
         watches: False: another process watches the engine and starts the next one; this one opens a channel to it when there is
             a request.
     """

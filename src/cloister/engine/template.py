@@ -52,7 +52,7 @@ def main(descriptor: int, preloaded: str = "") -> int:
     faulthandler.enable()
     control = socket.socket(fileno=descriptor)
     if preloaded:
-        with contextlib.suppress(ImportError):  # what is missing is an error of the engine that needs it, and says so
+        with contextlib.suppress(ImportError):  # a missing module is an error of the engine that needs it, which says so
             importlib.import_module(preloaded)
     received = control.recv(MESSAGE_BYTES)
     if not received:

@@ -93,13 +93,13 @@ class Transport(Protocol):
         ...
 
     async def discard_template(self, *, is_final: bool = False) -> None:
-        """Gives up what another engine would start from, if it need not stay: none is opened for now, or ever."""
+        """Releases what another engine would start from, if it need not stay: no engine will be started soon, or ever."""
         ...
 
 
 @runtime_checkable
 class StackSource(Protocol):
-    """A transport whose engine can be asked where it is."""
+    """A transport that can ask its engine which code it is running."""
 
     async def collect_stacks(self) -> str:
         """Returns the stacks of the engine's threads as `faulthandler` writes them (`engine.stacks`); empty if it does not
@@ -131,7 +131,7 @@ class ProcessTransport(_ChannelTransport):
         log_format: log format of the child.
         spawn: starts the child process. Default: executes the interpreter, with an allocator that overwrites freed memory if
             the profile requires it.
-        kv_secret: what engines that exchange KV have in common (`Boot.kv_secret`).
+        kv_secret: shared by engines that exchange KV (`Boot.kv_secret`).
         kv_pool: memory that several engines share for KV; each engine process gets a seat.
         kv_unit: the engines of a sealed node that exchange KV, in place of `kv_secret`.
         replica: which of several replicas it is (`Boot.replica`).
@@ -412,7 +412,7 @@ class SealedWorkerTransport(_ChannelTransport):
         num_engines: of each machine of the unit.
 
     Attributes:
-        is_carried: its last channel led to another machine: that it ended says nothing of the engine.
+        is_carried: its last channel led to another machine, so the end of the channel says nothing about the engine.
     """
 
     pid = None
@@ -421,14 +421,14 @@ class SealedWorkerTransport(_ChannelTransport):
     def __init__(self, ready: Ready, index: int = 0, num_engines: int = 1) -> None:
         self.ready: Ready | None = ready
         self._index, self._num_engines = index, num_engines
-        # the front watches the engine: it gets every step's event; here only another channel is opened
+        # the front watches the engine and gets every step's event; here only another channel is opened
         self.supervision: Supervision | None = Supervision(
             restarts=Restarts(10_000, 1e9, 0.05, MAX_CHANNEL_PAUSE_S), watches=False
         )
         self._open_channel: OpenChannel | None = None
 
     def attach(self, open_channel: OpenChannel) -> None:
-        """Says where channels come from. Called once, before the client starts."""
+        """Sets the source of channels. Called once, before the client starts."""
         self._open_channel = open_channel
 
     async def open(self, config: EngineConfig) -> None:

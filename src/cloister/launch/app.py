@@ -182,7 +182,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             read = partial(Tokenizer, kept=kept_tokenizers(config))
             tokenizer = await asyncio.to_thread(read, early) if early is not None else None
         except asyncio.CancelledError:
-            starting.cancel()  # the server stops: nobody waits for the engine any more
+            starting.cancel()  # the server stops: nobody waits for the engine any longer
             raise
         finally:
             await starting

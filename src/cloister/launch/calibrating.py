@@ -56,7 +56,7 @@ def cut_windows(model: LoadedModel, text: str, num_tokens: int, tokenizer: Token
     ids = (tokenizer or Tokenizer(model.path)).encode(text, parse_special=False)
     count = min(len(ids), num_tokens) // length
     if not count:
-        raise ConfigError(f"the text has {len(ids)} tokens; give one of {length} at least", param="text")
+        raise ConfigError(f"the text has {len(ids)} tokens; give one of at least {length}", param="text")
     starts = np.linspace(0, len(ids) - length, count).astype(int)
     return np.array([ids[start : start + length] for start in starts], np.int32)
 

@@ -60,7 +60,7 @@ def choose_default_model(
             why = error.message
         else:
             return _with_model(settings, default.name, "the default; it was downloaded at this start")
-    announce(f"warning: {embedded} serves, a toy that is in the package, and not {default.name}: {why}")
+    announce(f"warning: {embedded} is served, a toy model in the package, instead of {default.name}: {why}")
     return _with_model(settings, embedded, why)
 
 

@@ -40,8 +40,8 @@ class SmallModel:
     def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
         if any(layer.state is not None for layer in model.spec.layers):
             raise ConfigError(
-                f"a model of the family {model.spec.family!r} cannot draft: a state has no way back from drafts; name a model "
-                "that has attention alone",
+                f"a model of the family {model.spec.family!r} cannot draft, because its recurrent state cannot be rolled "
+                "back; name a model that has attention layers only",
                 param="draft_model",
             )
         self.vocab_size = model.spec.vocab_size
@@ -100,8 +100,7 @@ class MtpLayer:
 def _open_mtp(config: EngineConfig, model: LoadedModel, backend: Backend, lent: _Lent, max_batched_tokens: int) -> MtpLayer:
     if model.mtp is None:
         raise ConfigError(
-            "layers that predict further tokens are read from safetensors files of families of Cloister's own; choose another "
-            "drafter than mtp",
+            "the drafter mtp needs safetensors files of a family that Cloister computes itself; choose another drafter",
             param="speculate",
         )
     spec, weights = model.mtp.open()

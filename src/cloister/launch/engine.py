@@ -363,7 +363,7 @@ def _check_prefill_only(longest: int, num_positions: int) -> None:
         return
     if not num_positions:
         raise ConfigError(
-            "this model or back end computes no prompts layer by layer: that needs a CPU, --kv-layout paged, and "
+            "this model or back end cannot compute prompts layer by layer: that needs a CPU, --kv-layout paged, and "
             "layers that all have KV of one size and no window, state, or image; leave max_prefill_only_len out",
             param="max_prefill_only_len",
         )

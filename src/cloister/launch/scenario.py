@@ -117,7 +117,7 @@ def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
             param="scenario",
         )
     if not scenario.jobs:
-        raise ConfigError("the scenario has no jobs, so engines would have nothing to do; give it some", param="scenario")
+        raise ConfigError("the scenario has no jobs, so the engines would have nothing to do; add some", param="scenario")
     run = _ProcessRun(scenario, on, model)
     alone = run.answer_alone()
     try:

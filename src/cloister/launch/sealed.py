@@ -186,7 +186,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         )
         await loaded.check()  # so what was measured just now is what was loaded
         if not os.path.samefile(engine.model.path, path):
-            raise ConfigError("the model's name led to other files while this node started; start it again", param="model")
+            raise ConfigError("the model's name resolved to other files while this node started; start it again", param="model")
         if machine is not None:
             verifier = announcer.make_verifier(gpu=front.attest_gpus)
             kv_unit = engine.kv_unit if isinstance(engine, SealedUnit) else None
@@ -203,7 +203,7 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
     announce(f"keys in the key service ({pool.memory}), one worker for each request")
     max_workers, wanted = fit_workers(config, front)
     if max_workers < wanted:
-        announce(f"warning: its file limit leaves room for {max_workers} requests at once, not {wanted}; raise it (ulimit -n)")
+        announce(f"warning: its file limit allows {max_workers} requests at once, not {wanted}; raise it (ulimit -n)")
     app = worker_node_app(
         pool,
         engine.health,

@@ -45,7 +45,7 @@ DRAWN: Final = "capacity_random"
 SEALED_LINKS: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_unit`)."""
 MAX_SEALED_ENGINES: Final = 12
-"""Each states its measures by itself, and a statement has room for so many."""
+"""Each engine states its own measures, and a statement has room for this many."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +99,9 @@ def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens:
         return _resolve_layers(layers, listens, refusals)
     for name, unset in (("replicas", 1), ("max_replicas", None), ("on", LOCAL)):
         if listens and any(given.get(name, unset) != unset for _, given in layers):
-            refusals.add(ConfigError("replicas are of one model; leave the setting out, or [models.NAME]", param=name))
+            refusals.add(
+                ConfigError("all replicas serve one model; leave this setting out, or leave [models.NAME] out", param=name)
+            )
     if not listens or any("model" in given or "served_model_name" in given for _, given in layers):
         raise ConfigError(
             "the config file has several models: only `serve` takes them, without `model` and `served_model_name` beside them",
@@ -132,7 +134,7 @@ def _take_models(from_file: dict[str, object], source: str, refusals: Refusals) 
     for name, table in flat.items():
         refuse_unknown(table, known, f"[models.{name}] of {source}", refusals)
         if "model" not in table:
-            refusals.add(ConfigError(f'[models.{name}] of {source} has no model; say model = "..."', param="model"))
+            refusals.add(ConfigError(f'[models.{name}] of {source} has no model; add model = "..."', param="model"))
     return flat
 
 
@@ -261,8 +263,8 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
         yield ConfigError(ONLY_REPLICAS, param="kv_tier")
     if any(where.is_shared for where in tiers) and config.kv_tier_codec is not None:
         yield ConfigError(
-            "a shared tier is not compressed, as its engines would choose levels of their own; leave kv_tier_codec out, or "
-            "set kv_tier to host:SIZE",
+            "a shared tier is not compressed, because each of its engines would choose its own level; leave "
+            "kv_tier_codec out, or set kv_tier to host:SIZE",
             param="kv_tier_codec",
         )
     if any(where.num_bytes is None and (where.storage.is_memory or server.replicas > 1) for where in tiers):
@@ -345,7 +347,8 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
         )
     if server.standby and server.idle_timeout_s is not None:
         yield ConfigError(
-            "engines that stand by are never asked, and would end as idle; leave standby or idle_timeout_s out", param="standby"
+            "engines that stand by get no requests, so they would end as idle; leave standby or idle_timeout_s out",
+            param="standby",
         )
     if server.replicate_hot_prefixes and server.replicas == 1:
         yield ConfigError(
@@ -365,7 +368,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
         yield ConfigError("ray_address names a Ray cluster; add --on ray, or leave it out", param="ray_address")
     if server.ray_address is not None and not _is_ray_address(server.ray_address):
         yield ConfigError(
-            f"ray_address {server.ray_address} is no address; give HOST:PORT, as `ray start --head` prints it, or auto",
+            f"ray_address {server.ray_address} is not an address; give HOST:PORT, as `ray start --head` prints it, or auto",
             param="ray_address",
         )
     if server.on != LOCAL and server.idle_timeout_s is not None:
@@ -394,7 +397,8 @@ def _check_sealed_replicas(server: ServerConfig) -> Iterator[CloisterError]:
         )
     if server.router not in (None, DRAWN):
         yield ConfigError(
-            f"nothing in a sealed node sees what the requests of others are; set router to {DRAWN}, or leave it out",
+            "a sealed node cannot choose by load or text, because nothing in it sees other requests; set router to "
+            f"{DRAWN}, or leave it out",
             param="router",
         )
     needing = {

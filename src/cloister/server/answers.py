@@ -206,8 +206,8 @@ _encode: Final = msgspec.json.Encoder().encode
 def chat_logprobs(positions: Sequence[TokenLogprobs]) -> ChatLogprobs:
     """Returns the format of /v1/chat/completions. A token that is not a whole character is shown as U+FFFD, with its bytes.
 
-    Each position becomes JSON as it comes: as objects, those of a whole reply take seven times the memory, and to write them
-    all at its end would hold up the event loop.
+    Each position becomes JSON as it comes: kept as objects, those of a whole reply would take seven times the memory, and
+    writing them all at its end would hold up the event loop.
     """
     return ChatLogprobs([msgspec.Raw(_encode(_chat_position(position))) for position in positions])
 

@@ -214,7 +214,7 @@ def surround(
         inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
         stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
     app = DisconnectMiddleware(app)
-    # outside of the route's task, so that tokens do not pass through it
+    # outside the route's task, so that tokens do not pass through it
     app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
     app = BodyMiddleware(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)

@@ -27,7 +27,7 @@ from cloister.types.logs import describe
 from cloister.types.request import Request, SequenceOutput
 
 OUTPUT_BUDGET: Final = "output_budget"
-"""State key for the number of output tokens that were paid for; set by a sealed node."""
+"""State key for the number of paid output tokens; set by a sealed node."""
 LEFT: Final = 499
 """Status recorded if the client disconnected before its reply began; never sent."""
 
@@ -48,7 +48,7 @@ class HttpCall:
         output_budget: output tokens that it may still request, from the blind token that paid for it; None for no limit.
         route: template of its route, `none` for an unknown route.
         engine_stats: by id of the engine's request.
-        unread: what is held of its reply; None if nothing bounds it.
+        unread: the account of its unread reply; None if nothing bounds it.
     """
 
     method: str
@@ -215,7 +215,7 @@ class PromptOfCall:
             self.calls.finish_prompt(self, self.stats.num_prompt_tokens + num_output)
 
     def hold(self, num_bytes: int) -> None:
-        """Counts outputs that the reply has no room for yet."""
+        """Counts outputs for which the reply has no room yet."""
         if self.call.unread is not None:
             self.call.unread.queue(num_bytes)
 

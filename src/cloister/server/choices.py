@@ -69,7 +69,7 @@ class _Reader:
         return Turn(parts, output, self._finish(output.finish_reason))
 
     def _parse_pieces(self, output: SequenceOutput, tally: Tally) -> list[Part]:
-        """Parses what each step added by itself: a step's tokens are reasoning if the answer is still there after it."""
+        """Parses each step's addition: a step's tokens are reasoning if the answer is still in its reasoning after the step."""
         assert self._parser is not None
         parts: list[Part] = []
         for piece in output.pieces:
@@ -107,7 +107,7 @@ class Choice:
     Attributes:
         writer: writes its log-probabilities; None unless the client asked for them.
         logprobs: what it has written.
-        token_logprobs: the log-probability of each token, where the engine gave it.
+        token_logprobs: the log-probability of each token, if the engine gave it.
         prompt_logprobs: on the first sequence of a prompt, if requested.
     """
 

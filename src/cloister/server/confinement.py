@@ -67,7 +67,8 @@ def bound_resources(cpu_s: int, memory_bytes: int) -> None:
         (resource.RLIMIT_CPU, cpu_s),
         (resource.RLIMIT_AS, memory_bytes),
     ):
-        if resource.getrlimit(kind) != (bound, bound):  # a sealed node's processes have no core files, and may not say so again
+        # processes of a sealed node have no core files already, and may not set a limit again
+        if resource.getrlimit(kind) != (bound, bound):
             resource.setrlimit(kind, (bound, bound))
 
 
@@ -88,7 +89,7 @@ def confine(parent: int) -> bool:
         with suppress(ImportError):
             importlib.import_module(name)
     with suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000")  # not the engine, if memory does not suffice for both
+        Path("/proc/self/oom_score_adj").write_text("1000")  # if memory is short, this process is killed, not the engine
     results = [_apply(measure) for measure in MEASURES]
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)  # after the capabilities: the kernel forgets it when they change
     if os.getppid() != parent:
@@ -106,5 +107,5 @@ def _apply(measure: Measure) -> bool:
 
 def _rules(pid: int) -> Iterator[Rule]:
     yield from (Rule(name) for name in (*CHANGING_RIGHTS, *DISTURBING))
-    yield Rule("tgkill", (Condition(0, pid, equal=False),))  # abort(3) sends it to its own process
+    yield Rule("tgkill", (Condition(0, pid, equal=False),))  # abort(3) sends a signal to its own process
     yield Rule("prlimit64", (Condition(0, 0, equal=False),))

@@ -38,12 +38,12 @@ LINGER_S: Final = 2.0
 TLS_BUFFER_BYTES: Final = 16 * 1024
 """asyncio's read buffer for each connection: one TLS record (RFC 8446, section 5.1). Its default is 256 KiB."""
 UNREAD_TIMEOUT_S: Final = 60.0
-"""How long a client may read nothing of a reply that waits for it."""
+"""How long a client may leave a waiting reply unread."""
 PIECE_BYTES: Final = 64 * 1024
 """Largest part of a reply that is handed over at once; the next follows when the kernel has taken it."""
 UNSENT_BYTES: Final = 256 * 1024
-"""Bytes of a reply that the kernel takes before it can send them (TCP_NOTSENT_LOWAT, tcp(7)); else it takes up to 4 MB for each
-client that does not read. Those on their way come in addition, so that a fast and distant client gets its whole rate."""
+"""Bytes of a reply that the kernel accepts before it can send them (TCP_NOTSENT_LOWAT, tcp(7)); otherwise it accepts up to 4 MB
+for each client that does not read. Bytes in flight come on top, so a fast and distant client gets its whole rate."""
 MAX_LINGERING: Final = 128
 """Maximum number of lingering refused connections; further ones are closed without a reply."""
 
@@ -58,7 +58,7 @@ class Connection(H11Protocol):
         table: table of the server's connections; a connection that does not fit gets 503. None is no limit.
         handshakes: TLS handshakes of the server; None for plain HTTP. They are done here, because a connection with asyncio's
             TLS is in no table until its handshake has ended.
-        unread: bound on what is held of replies that clients do not read; None is no bound.
+        unread: bound on the unread replies that the server holds; None is no bound.
     """
 
     request_timeout_s = REQUEST_TIMEOUT_S
@@ -104,8 +104,8 @@ class Connection(H11Protocol):
         self._reset()
 
     def _reset(self) -> None:
-        """Closes the connection so that nothing is left of it: the kernel would keep what the client does not read, up to
-        4 MB, for as long as that one acknowledges its probes."""
+        """Closes the connection without a trace: otherwise the kernel would keep the unread bytes, up to 4 MB, for as long as
+        the client acknowledges its probes."""
         self._is_reset = True
         with contextlib.suppress(OSError):
             self._socket.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
@@ -139,11 +139,11 @@ class Connection(H11Protocol):
 
     def resume_writing(self) -> None:
         super().resume_writing()
-        self._num_unread_bytes = math.inf  # all was read: what is written from now on begins anew
+        self._num_unread_bytes = math.inf  # everything was read: what is written from now on starts a new count
         self._note_progress()
 
     def timeout_keep_alive_handler(self) -> None:
-        """Closes a connection that is not used again; not while a reply is still being read, which TLS would cut off."""
+        """Closes a connection that is not used again, but not while a reply is still being read, which TLS would cut off."""
         if self._count_unread():
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
         else:
@@ -241,7 +241,7 @@ class Connection(H11Protocol):
         if type(self)._num_lingering >= MAX_LINGERING:
             self.transport.abort()
             return
-        error = OverloadedError("This server has as many connections as it takes; try again in a moment.")
+        error = OverloadedError("This server has reached its limit of connections; try again in a moment.")
         self._refuse(error, b"Service Unavailable")
 
     def _refuse(self, error: CloisterError, reason: bytes) -> None:
@@ -302,7 +302,7 @@ class Connection(H11Protocol):
             self._look_at_reading()
 
     def _look_at_reading(self) -> None:
-        """Looks whether the client reads; `close` would wait for it for ever."""
+        """Checks whether the client reads; `close` would wait for it forever."""
         self._unread = None
         num_bytes, now_s = self._count_unread(), self.loop.time()
         if not num_bytes:
@@ -324,14 +324,16 @@ class Connection(H11Protocol):
         self._unread = self.loop.call_later(wait_s, self._look_at_reading)
 
     def _count_read(self) -> int:
-        """Returns the bytes of the current reply that the client's machine has; about, as heads of parts are not counted."""
+        """Returns the bytes of the current reply that the client's machine has; approximate, because the heads of parts are not
+        counted.
+        """
         return self._num_sent_bytes - self._count_unread() - _count_queued(self._socket)
 
     def _in_pieces(self, app: ASGIApp) -> ASGIApp:
         """Returns an application whose replies leave in pieces, and whose last `send` returns when the kernel has taken the
         reply.
 
-        So whatever an application holds for a request, such as a key's place among its concurrent requests, it holds until
+        So an application holds everything that belongs to a request, such as a key's place among its concurrent requests, until
         then.
         """
 
@@ -358,14 +360,14 @@ class Connection(H11Protocol):
         has the time of every reply; a body cannot say that it was cut, nor can a reply that has not started, whose sends would
         not wait: their connection is reset, which aborts their request."""
         if reply.num_queued and self.cycle.response_started:
-            self.cycle.keep_alive = False  # its writes wait no longer, which those of another reply have to
+            self.cycle.keep_alive = False  # its writes no longer wait, but those of another reply must
             self.flow.resume_writing()
         else:
             self._reset()
 
     @property
     def is_closing(self) -> bool:
-        """Whether what is sent from now on goes nowhere."""
+        """Whether further sends are discarded."""
         return self.transport.is_closing()
 
     def note_sent(self, num_bytes: int) -> None:
@@ -385,7 +387,7 @@ def _count_queued(transport: asyncio.Transport) -> int:
 
 
 def _limit_unsent(transport: asyncio.Transport) -> None:
-    """Limits what the kernel takes and cannot send."""
+    """Limits the bytes that the kernel accepts but cannot send yet."""
     option = getattr(socket, "TCP_NOTSENT_LOWAT", None)
     if option is not None:
         with contextlib.suppress(OSError):  # a socket of another kind
@@ -393,7 +395,7 @@ def _limit_unsent(transport: asyncio.Transport) -> None:
 
 
 class _PiecewiseSend:
-    """Hands a reply over piece by piece, and counts what is held of it.
+    """Hands a reply over piece by piece, and counts the bytes held of it.
 
     Args:
         reply: its account; None if nothing bounds it.
@@ -432,7 +434,7 @@ class _PiecewiseSend:
     async def _pass(self, body: bytes) -> None:
         for start in range(0, len(body), PIECE_BYTES):
             if self._connection.is_closing:
-                await asyncio.sleep(0)  # for uvicorn to hear of it; else each further piece is a line in asyncio's log
+                await asyncio.sleep(0)  # so that uvicorn notices; otherwise each further piece is a line in asyncio's log
             piece = body[start : start + PIECE_BYTES]
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
             self._connection.note_sent(len(piece))

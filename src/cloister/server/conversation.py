@@ -114,7 +114,9 @@ def _tool(function: FunctionSpec, path: str) -> Tool:
 
 def _json_rule(answer: Grammar) -> str:
     if answer.kind not in (GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT):
-        raise invalid("An answer in a form other than JSON cannot call; set `tool_choice` to none or required.", "tool_choice")
+        raise invalid(
+            "An answer in a form other than JSON cannot call tools; set `tool_choice` to none or required.", "tool_choice"
+        )
     return json_value(json.loads(answer.source or '{"type": "object"}'))
 
 
@@ -200,7 +202,7 @@ class ChatFormat:
 
         Args:
             grammar: grammar that the client requests for the answer.
-            model: what is to read it, and may encode documents separately; None to count tokens only.
+            model: the model that will read it, and may encode documents separately; None to count tokens only.
             num_links: link tokens that its adapter has for each document.
 
         Raises:
@@ -251,7 +253,7 @@ class ChatFormat:
         """Decodes the images of a conversation.
 
         Raises:
-            InvalidRequestError: there are some, and none are taken, or one cannot be used.
+            InvalidRequestError: the model takes no images, or one cannot be used.
         """
         urls = [
             part.image_url.url
@@ -264,7 +266,7 @@ class ChatFormat:
             return []
         if self.images is None:
             raise invalid(
-                "`messages` has an image, and what is served here reads text only.", "messages", "unsupported_parameter"
+                "`messages` has an image, but what is served here reads text only.", "messages", "unsupported_parameter"
             )
         return self.images.read(urls)
 
@@ -295,7 +297,7 @@ class ChatFormat:
             return {"reasoning_effort": effort}
         if self.template.knows("enable_thinking"):
             return {"enable_thinking": effort != "none"}
-        if (effort == "none") == (self.marks is not None):  # else the model does what is asked, switch or not
+        if (effort == "none") == (self.marks is not None):  # otherwise the model behaves as requested, with or without a switch
             _ignore("reasoning_effort")
         return {}
 

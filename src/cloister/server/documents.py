@@ -1,4 +1,4 @@
-"""Documents of a request that are encoded separately: from texts to one prompt, and where each stands in it."""
+"""Documents of a request that are encoded separately: builds one prompt from their texts, with the place of each."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def check_documents(model: ModelInfo) -> None:
 
 
 def check_weights(body: ChatBody | CompletionBody) -> None:
-    """Raises InvalidRequestError if a body without documents weighs some."""
+    """Raises InvalidRequestError if a body has weights for documents, and no documents."""
     needed = "`documents` or `prompt_schema`" if isinstance(body, CompletionBody) else "`documents`"
     for name in ("documents_temperature", "documents_scale"):
         if getattr(body, name) is not None:
@@ -77,7 +77,7 @@ def weigh_documents(prompt: DocumentPrompt, temperature: float | None, scale: fl
     documents = msgspec.structs.replace(prompt.documents, temperature=temperature or 1.0, scale=scale or 1.0)
     if documents.has_weights and not model.weighs_documents:
         name = "documents_temperature" if documents.temperature != 1.0 else "documents_scale"
-        raise invalid("This back end cannot weigh documents; leave it out, or serve with the native back end.", name)
+        raise invalid("This back end cannot weigh documents; leave the field out, or serve with the native back end.", name)
     return replace(prompt, documents=documents)
 
 

@@ -93,7 +93,7 @@ def error_body(error: CloisterError) -> bytes:
 
 
 def error_headers(error: CloisterError) -> dict[str, str]:
-    """Returns the headers that belong to an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
+    """Returns the headers of an error: when to try again (RFC 9110, 10.2.3), how to authenticate (11.6.1)."""
     if isinstance(error, QueueFullError | RateLimitError):
         return {"retry-after": str(math.ceil(error.retry_after_s))}
     if error.status == 503:
@@ -116,7 +116,7 @@ def failure_of(output: SequenceOutput) -> CloisterError | None:
         case FinishReason.TIMEOUT:
             return DeadlineError(output.error or TOO_LATE)
         case FinishReason.ABORT:
-            return EngineError(output.error or "The server stops; send the request again in a moment.")
+            return EngineError(output.error or "The server is shutting down; send the request again in a moment.")
         case _:
             return EngineError(output.error or "The engine failed; it is safe to send the request again.")
 
@@ -126,7 +126,7 @@ def invalid(message: str, param: str | None = None, code: str | None = None) -> 
     return InvalidRequestError(message, param=param, code=code)
 
 
-_OWN: Final = "what is served is the operator's affair"
+_OWN: Final = "the operator decides what is served"
 
 ABSENT: Final[Mapping[str, str]] = {
     "/v1/audio": "There is no speech here: models of this server read and write text only.",

@@ -1,4 +1,4 @@
-"""The process that decodes one image file: standard input to standard output, no files, no words on standard error."""
+"""The process that decodes one image file: standard input to standard output, no files, no output on standard error."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 HEAD: Final = struct.Struct(">BII")
-"""Of an answer: number of the fault, width, height; the pixels follow, RGB, [height, width, 3]."""
+"""Head of an answer: number of the fault, width, height; the pixels follow, RGB, [height, width, 3]."""
 NO_FAULT, UNKNOWN_FORMAT, TOO_LARGE, DAMAGED = range(4)
 MAX_IMAGE_PIXELS: Final = 2**25
 """Most pixels of one image, by the file's header: 33.5 million take 600 MB while transparency is taken out."""
@@ -41,7 +41,7 @@ class Fault(Exception):
 
 
 def decode(data: bytes) -> Image:
-    """Returns an image file as RGB, upright, transparency over white, of several frames the first.
+    """Returns an image file as RGB, upright, transparency over white, the first of several frames.
 
     Raises:
         Fault: it is of another format, too large by its header, or damaged.
@@ -54,7 +54,7 @@ def decode(data: bytes) -> Image:
             image: Image.Image = Image.open(io.BytesIO(data), formats=FORMATS)
         except (Image.DecompressionBombError, Image.DecompressionBombWarning):
             raise Fault(TOO_LARGE) from None
-        except Exception:  # readers of formats may fail in any way, and what they say may hold content
+        except Exception:  # readers of formats may fail in any way, and their messages may hold content
             raise Fault(UNKNOWN_FORMAT) from None
     if image.width * image.height > MAX_IMAGE_PIXELS or max(image.size) > MAX_IMAGE_SIDE:
         raise Fault(TOO_LARGE)
@@ -71,7 +71,7 @@ def decode(data: bytes) -> Image:
 
 def main() -> None:
     """Decodes one file; the only argument is the process that started this one."""
-    logging.disable()  # what a reader warns of may be content
+    logging.disable()  # warnings of a reader may hold content
     bound_resources(CPU_S, MEMORY_BYTES)
     load_readers()
     confine(int(sys.argv[1]))  # a sealed node has another process for it (`private.workers.image_decoder`)
@@ -80,7 +80,7 @@ def main() -> None:
 
 
 def answer_file(data: bytes) -> Iterator[bytes]:
-    """Yields what the process answers to a file: a head, and the pixels if there is no fault."""
+    """Yields the answer of the process to a file: a head, and the pixels if there is no fault."""
     try:
         image = decode(data)
     except Fault as fault:
@@ -91,7 +91,7 @@ def answer_file(data: bytes) -> Iterator[bytes]:
 
 
 def load_readers() -> None:
-    """Imports what a file may ask for, which a confined process cannot."""
+    """Imports the modules that a file may need, because a confined process cannot."""
     from PIL import (  # noqa: F401
         GifImagePlugin,
         Image,

@@ -29,7 +29,7 @@ class Decoding(Protocol):
     """A process that decodes a file."""
 
     def run(self, data: bytes) -> bytes:
-        """Returns what the process answers (`image_child.HEAD`, pixels); nothing where it was ended.
+        """Returns the answer of the process (`image_child.HEAD`, pixels); empty if it was ended.
 
         Raises:
             TimeoutError: it took longer than `DEADLINE_S`.
@@ -37,14 +37,16 @@ class Decoding(Protocol):
         ...
 
     def stop(self) -> None:
-        """Ends the process if it is still at the file, from another thread than that of `run`, before or after it began."""
+        """Ends the process if it still works on the file. Called from another thread than `run`, before or after `run`
+        began.
+        """
         ...
 
 
 async def decode_image(
     data: bytes, number: int, take: Callable[[Image], T], open_decoding: Callable[[], Decoding] | None = None
 ) -> T:
-    """Decodes an image file and returns what `take` makes of it, in the same thread. Cancelled, it ends the process.
+    """Decodes an image file and returns the result of `take`, called in the same thread. Ends the process when cancelled.
 
     Args:
         number: of the image among those of the request, from 1, for errors.
@@ -63,7 +65,7 @@ async def decode_image(
 
 
 class DecodingProcess:
-    """The process of one file; `stop` ends it from another thread than that of `run`, before or after it began."""
+    """The process of one file; `stop` ends it from another thread than `run`, before or after `run` began."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +73,7 @@ class DecodingProcess:
         self._is_stopped = False
 
     def run(self, data: bytes) -> bytes:
-        """Returns what the process answers; nothing where it was ended.
+        """Returns the answer of the process; empty if it was ended.
 
         Raises:
             TimeoutError: it took longer than `DEADLINE_S`.
@@ -125,5 +127,5 @@ def _decode(decoder: Decoding, data: bytes, number: int, take: Callable[[Image],
 
 
 def refusal(number: int, why: str) -> InvalidRequestError:
-    """Returns the error about one image of a request, which repeats nothing of it."""
+    """Returns the error about one image of a request, without any of its content."""
     return invalid(f"Image {number} of `messages` {why}.", "messages", "invalid_image")

@@ -38,12 +38,12 @@ _NEVER: Final = (
     IPv4Network("192.88.99.0/24"),  # relays of 6to4
 )
 _PLATFORM: Final = IPv4Address("168.63.129.16")
-"""Public, but of Azure's host: it answers virtual machines only, with their metadata."""
+"""A public address, but Azure's host answers virtual machines there, with their metadata."""
 
 
 def is_public(address: str) -> bool:
-    """Whether an IP address is one of the internet's own: not private, loopback, link-local, multicast, reserved, or one that
-    stands for an IPv4 address."""
+    """Whether an IP address is a public one: not private, loopback, link-local, multicast, reserved, or a stand-in for an IPv4
+    address."""
     try:
         found = ip_address(address)
     except ValueError:
@@ -89,13 +89,14 @@ class ImageFetcher:
             urls: number of an image, from 1, for errors -> its URL.
 
         Raises:
-            InvalidRequestError: one cannot be fetched; the message does not say why, so that nobody explores networks by it.
+            InvalidRequestError: one cannot be fetched; the message does not say why, so that nobody can use it to explore
+            networks.
         """
         import httpx  # most servers fetch nothing
 
         files: dict[int, bytes] = {}
-        # A transport and no client: it follows nothing, keeps no cookies and logs no URL. No connection is kept: it would serve
-        # another name with the same address, whose certificate nobody saw.
+        # A transport, not a client: it follows no redirects, keeps no cookies and logs no URL. No connection is kept: it would
+        # serve another name with the same address, whose certificate nobody has checked.
         limits = httpx.Limits(max_keepalive_connections=0)
         transport = httpx.AsyncHTTPTransport(verify=self.tls or _public_authorities(), trust_env=False, limits=limits)
         async with self.slots, transport:
@@ -120,7 +121,7 @@ class ImageFetcher:
             try:
                 if not reply.has_redirect_location:
                     return await _read(reply, most)
-                # what was asked for holds the address in place of the name
+                # the request has the address in place of the name
                 target = target.join(reply.headers["location"])
             finally:
                 await reply.aclose()
@@ -153,12 +154,12 @@ def _public_authorities() -> ssl.SSLContext:
 
 
 class _TooLongError(Exception):
-    """A file has more bytes than it may."""
+    """A file exceeds its limit."""
 
 
 async def _read(reply: httpx.Response, most: int) -> bytes:
     if reply.status_code != 200 or reply.headers.get("content-encoding", "identity") != "identity":
-        raise ValueError("the reply is no file")
+        raise ValueError("the reply is not a file")
     if (length := reply.headers.get("content-length", "")).isdecimal() and int(length) > most:
         raise _TooLongError
     parts = bytearray()

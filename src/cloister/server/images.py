@@ -1,6 +1,6 @@
 """Images of a conversation: data URLs to tiles, and their places among the tokens of the prompt.
 
-What a user sent is checked before it is decoded, and no error repeats any of it.
+Everything a user sends is checked before it is decoded, and no error repeats any of it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class CutImage:
     """An image as the model takes it.
 
     Attributes:
-        grid: the rows and columns of it (`ImageProcessor.grid`).
+        grid: its rows and columns (`ImageProcessor.grid`).
         tiles: RGB bytes of each.
     """
 
@@ -66,10 +66,10 @@ class ImageReader:
         processor: cuts them.
         token_id: of the placeholder, which the chat template writes once for each image.
         max_images: of one request.
-        fetcher: fetches images from elsewhere; None where the settings do not let it.
+        fetcher: fetches images from elsewhere; None if the settings do not allow it.
         open_decoding: begins to decode a file, in another process.
-        slots: of requests whose images are decoded, shared fairly between tenants. These wait here and not for the threads of
-            texts, so that others need not.
+        slots: for requests whose images are decoded, shared fairly between tenants. Such requests wait here and not in the
+            threads for text, which others need.
     """
 
     processor: ImageProcessor
@@ -94,7 +94,7 @@ class ImageReader:
         """Returns the reader of a model directory; None for a model that takes no images.
 
         Raises:
-            ModelError: the model's image processor is missing, or asks for what is not computed here.
+            ModelError: the model's image processor is missing, or needs steps that this package does not have.
         """
         if not names_tower(path):
             return None
@@ -105,7 +105,7 @@ class ImageReader:
 
     @property
     def is_allowed(self) -> bool:
-        """Whether the profile and the settings let requests have images."""
+        """Whether the profile and the settings allow images in requests."""
         return self.max_images > 0 and self.policy.allows("image-inputs")
 
     def read(self, urls: Sequence[str]) -> list[CutImage]:
@@ -141,7 +141,7 @@ class ImageReader:
         """Fetches, decodes and cuts the images of one request.
 
         Args:
-            tenant: who shares the decoding with others.
+            tenant: shares the decoding fairly with others.
 
         Raises:
             InvalidRequestError: one cannot be used; the message says why.
@@ -212,7 +212,7 @@ class ImageReader:
         found = _DATA_URL.match(url)
         if found is None:
             elsewhere = "this server fetches no images from elsewhere" if self.fetcher is None else "others begin with https://"
-            raise refusal(number, f"is no data URL of an image in base64; {elsewhere}")
+            raise refusal(number, f"is not a data URL of an image in base64; {elsewhere}")
         if (len(url) - found.end()) * 3 // 4 > MAX_IMAGE_BYTES:
             raise refusal(number, f"has more than {MAX_IMAGE_BYTES >> 20} MiB; send a smaller one")
         try:
@@ -222,17 +222,17 @@ class ImageReader:
 
 
 class ImagesPending(Exception):
-    """A prompt cannot be prepared before its images are decoded, which takes seconds and no thread for texts.
+    """A prompt cannot be prepared before its images are decoded, which takes seconds and needs no text thread.
 
-    The preparation ends here; the images are decoded, and it begins anew inside `loaded`.
+    The preparation ends here. Then the images are decoded, and the preparation starts again inside `loaded`.
     """
 
     def __init__(self, reader: ImageReader, urls: Sequence[str]) -> None:
-        super().__init__()  # nothing that a user sent is shown
+        super().__init__()  # shows nothing that a user sent
         self._reader, self._urls = reader, urls
 
     async def load(self, tenant: str) -> LoadedImages:
-        """Decodes the images, or returns why one cannot be used: for the preparation to raise, which names its fields.
+        """Decodes the images, or returns why one cannot be used, which the preparation then raises with the name of its field.
 
         Raises:
             QueueFullError: too many requests of this tenant wait already.

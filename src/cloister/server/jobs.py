@@ -36,7 +36,7 @@ class GenerationJob:
         requests: one per prompt; sequence `index` of prompt `i` is choice `i * n + index`.
         model_name: the model's name for clients.
         fingerprint: of the weights that were served when it was read, and of the adapter.
-        engine_stats: what engines said of its requests so far, by their ids (`HttpCall.engine_stats`).
+        engine_stats: statistics from engines about its requests so far, by their ids (`HttpCall.engine_stats`).
         echoes: one per prompt if the reply repeats it, else none.
         answerless: only the prompt's log-probabilities are needed (`max_tokens` 0 with `echo`).
         form: what an answer may contain besides text; None for nothing.
@@ -71,7 +71,7 @@ class GenerationJob:
 
     @property
     def system_fingerprint(self) -> str:
-        """Identifies the weights that compute the reply, and the adapter; several, if a rolling update came between its
+        """Identifies the weights that compute the reply, and the adapter; several if a rolling update fell between its
         prompts."""
         found = [self.engine_stats.get(request.request_id) for request in self.requests]
         weights = dict.fromkeys(stats.fingerprint for stats in found if stats is not None and stats.fingerprint)
@@ -156,7 +156,7 @@ def name_weights(fingerprint: str, adapter: str | None) -> str:
 
 
 MAX_PUMPED: Final = 64
-"""Most outputs of several prompts that wait for the reply together; further ones wait where they are counted."""
+"""Limit on outputs of several prompts that wait for the reply together; further ones wait where they are counted."""
 MAX_SIDE_BY_SIDE: Final = 64
 """Maximum concurrent requests of one job; thousands of texts for pooling must not fill the engine's queue."""
 
@@ -184,7 +184,7 @@ async def run_job(generate: Generate, job: GenerationJob) -> AsyncGenerator[Numb
             async for output in outputs:
                 yield 0, output if output.finish_reason is None and not job.answerless else _checked(job, output)
                 if output.logprobs:
-                    await asyncio.sleep(0)  # they take long to write, and several outputs may be there: others have a turn
+                    await asyncio.sleep(0)  # they take long to write, and several outputs may wait: other tasks get a turn
     else:
         async with aclosing(_side_by_side(generate, job)) as numbered:
             async for number, output in numbered:

@@ -1,7 +1,7 @@
 """Content that a server keeps and a request names: reading it counts as much as if the request had sent it.
 
-The size of a reading is known before its body is parsed, what the body names is not. So a reading that meets much kept content
-ends, and begins anew once its size, and its share of the memory for bodies, include that content.
+The size of a body is known before it is parsed; the size of the content that it names is not. So a reading that finds much kept
+content ends, and starts again once its size and its share of the memory for bodies include that content.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from contextvars import ContextVar
 from typing import Final
 
 LEAST_BYTES: Final = 16 * 2**10
-"""Shorter content is read at once: it takes less time than to begin anew."""
+"""Shorter content is read at once, which takes less time than starting again."""
 
 
 class KeptContentPending(Exception):
-    """A reading cannot go on before `num_bytes` of kept content are charged to it.
+    """A reading cannot continue until `num_bytes` of kept content are charged to it.
 
     Attributes:
         num_bytes: all kept content that it is known to read.
@@ -32,7 +32,7 @@ _charged: ContextVar[int | None] = ContextVar("bytes of kept content that this r
 
 @contextmanager
 def charged(num_bytes: int) -> Iterator[None]:
-    """Lets readings inside the context, in other threads too, read so much kept content."""
+    """Lets readings inside the context, in other threads too, read this much kept content."""
     token = _charged.set(num_bytes)
     try:
         yield

@@ -62,11 +62,11 @@ REFUSED: Final[Mapping[str, Refused]] = {
     "top_n_sigma": Refused(_SAMPLER, (-1, -1.0, 0, 0.0)),
     "n_indent": Refused(_SAMPLER, (0,)),
     "min_keep": Refused(_SAMPLER, (0,)),
-    "t_max_predict_ms": Refused("the time of an answer is the operator's affair; bound it with `n_predict`", (0, -1)),
+    "t_max_predict_ms": Refused("the operator limits the time of an answer; bound it with `n_predict`", (0, -1)),
     "n_cmpl": Refused("one request has one answer here; /v1/completions has `n`", (1,)),
     "post_sampling_probs": Refused("log-probabilities are those of the model", (False,)),
     "response_fields": Refused("replies are whole", ([],)),
-    "return_progress": Refused("progress of a prompt is not told", (False,)),
+    "return_progress": Refused("the progress of a prompt is not reported", (False,)),
     "stream_options": Refused("the last event has the counts"),
 }
 
@@ -296,7 +296,7 @@ def _to_lark(grammar: str) -> str:
     try:
         return str(gbnf_to_lark(grammar)).removeprefix("%llguidance {}")
     except Exception:  # the library's message may repeat the grammar
-        raise invalid("`grammar` is no grammar in GBNF; check it against llama.cpp's documentation.", "grammar") from None
+        raise invalid("`grammar` is not a grammar in GBNF; check it against llama.cpp's documentation.", "grammar") from None
 
 
 # Writes engine outputs as replies of /completion and /infill.

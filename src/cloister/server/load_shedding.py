@@ -65,7 +65,9 @@ class ConnectionTable:
         self._waiting: dict[str, dict[Sheddable, None]] = {}  # of each network the oldest first
 
     def enter(self, connection: Sheddable, host: str | None) -> bool:
-        """Adds a connection, which waits at first. Returns False if it is full: all others have requests in progress."""
+        """Adds a connection, which waits at first. Returns False if the table is full because all others have requests in
+        progress.
+        """
         if len(self._networks) >= self._limit and not self._shed_one():
             return False
         self._networks[connection] = network_of(host)
@@ -116,7 +118,7 @@ SMALL_RESERVE_BYTES: Final = 8 * 2**20
 
 
 BODY_CHARGE: Final = "body_charge"
-"""State key of a request for what its body is charged."""
+"""State key of a request for the charge of its body."""
 
 
 class BodyCharge:

@@ -84,7 +84,7 @@ def _work_of(call: HttpCall) -> dict[str, object]:
 
 FAILURES: Final = logging.getLogger("cloister.server")
 STORAGE_CODES: Final = frozenset({"damaged_file", "storage_failed"})
-"""Errors with the status 500 that say something to clients."""
+"""Errors with the status 500 whose message is meant for clients."""
 
 
 def log_failure(error: BaseException) -> None:

@@ -59,7 +59,7 @@ class ImageData(Strict):
 
 
 class ImageAddress(Strict):
-    """Where the image is, for a server that fetches images (`remote_images`)."""
+    """The URL of an image, for a server that fetches images (`remote_images`)."""
 
     type: Literal["url"]
     url: str

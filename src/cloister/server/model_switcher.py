@@ -67,7 +67,7 @@ class ModelSwitcher:
     Args:
         open: loads a model; called while no other one is loaded.
         patience_s: timeout of a request that waits for its model.
-        settle: called after a model was loaded, when the one before is no longer referred to and no request runs.
+        settle: called after a model was loaded, when nothing refers to the previous one any longer and no request runs.
 
     Attributes:
         name: name of the loaded model, None if there is none.
@@ -137,7 +137,7 @@ class ModelSwitcher:
             if waiter in self._queue:
                 self._queue.remove(waiter)
             elif waiter.admitted.done() and not waiter.admitted.cancelled() and waiter.admitted.exception() is None:
-                self._num_lent -= 1  # it was admitted while it gave up
+                self._num_lent -= 1  # it was admitted just as it gave up
             self._advance()
             if isinstance(error, TimeoutError):
                 raise OverloadedError(

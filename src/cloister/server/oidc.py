@@ -93,7 +93,7 @@ class TokenVerifier:
         from joserfc import jws, jwt
         from joserfc.errors import JoseError
 
-        broken = AccessTokenError("this is no token that the issuer signed; sign in again")
+        broken = AccessTokenError("the issuer did not sign this token; sign in again")
         if len(token) > MAX_TOKEN_CHARS or not token.isascii():
             raise broken
         try:
@@ -185,7 +185,7 @@ def _trust(ca_file: str | None) -> ssl.SSLContext:
     try:
         return ssl.create_default_context(cafile=None if ca_file is None else str(Path(ca_file).expanduser()))
     except (OSError, ssl.SSLError):
-        raise ConfigError("`ca_file` of the setting oidc is no file of certificates in PEM", param="oidc") from None
+        raise ConfigError("`ca_file` of the setting oidc is not a file of certificates in PEM", param="oidc") from None
 
 
 async def _fetch(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
@@ -200,7 +200,7 @@ async def _fetch(client: httpx.AsyncClient, url: str) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
     except msgspec.DecodeError:
-        raise ValueError("its answer is no JSON object") from None
+        raise ValueError("its answer is not a JSON object") from None
 
 
 def _import_keys(document: dict[str, Any]) -> KeySet:

@@ -176,7 +176,8 @@ Body = TypeVar("Body", bound=BaseModel)
 
 MAX_MISTAKES: Final = 1000
 MAX_NAMES: Final = 100_000
-"""Names in all objects of a body together. A conversation of as many messages as are taken has 82,000 with its tool calls."""
+"""Limit on the names in all objects of a body together. A conversation with the most messages allowed has 82,000, tool calls
+included."""
 MAX_CONTAINERS: Final = 100_000
 """Lists and objects in a body."""
 MAX_VALUES: Final = 2**20
@@ -187,7 +188,7 @@ UNKNOWN: Final = "extra_forbidden"
 NEAR: Final = 0.7
 """Minimum similarity of a suggested name; 1 is equal."""
 MANY_FIELDS: Final = f"(more than {MAX_MISTAKES:,} fields)"
-"""Stands for unknown fields that are too many to be named."""
+"""Stands for unknown fields that are too many to name."""
 _TOO_MANY: Final = "The body has too many mistakes to name one; check it against the documentation."
 _INDEX: Final = re.compile(r"\[\d+\]")
 _TAGS: Final = frozenset({"text", "image_url", "thinking"})
@@ -221,7 +222,7 @@ _BOUNDS: Final[Mapping[str, str]] = {
     "union_tag_not_found": "an object with a `type`",
 }
 _WHOLE: Final = frozenset({"int_type", "int_from_float"})
-"""Errors that an integral float in place of a whole number may be the reason of."""
+"""Errors that an integral float in place of a whole number may cause."""
 _KINDS: Final = frozenset({"union_tag_invalid", "literal_error"})
 """Errors about a `type` that the API may define but this server does not support, such as an image."""
 
@@ -274,7 +275,7 @@ def with_whole_numbers(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class _Refusal:
-    """Why a body is no valid object.
+    """Why a body is not a valid object.
 
     Attributes:
         may_be_float: it may be valid with whole numbers in place of integral floats.
@@ -285,9 +286,9 @@ class _Refusal:
 
 
 def _read(body: Mapping[str, Any], kind: type[Body]) -> Body | _Refusal:
-    """Returns an object, or why it is none.
+    """Returns an object, or why the body is not valid.
 
-    It raises nothing: an exception that follows another one holds it, and pydantic's holds an entry for every mistake.
+    It raises nothing: a chained exception keeps the previous one alive, and pydantic's holds an entry for every mistake.
     """
     problems: list[ErrorDetails] = []
     for extra in (None, "ignore"):
@@ -338,10 +339,10 @@ def parse_json(raw: bytes) -> object:
 
 
 def check_num_parts(raw: bytes) -> None:
-    """Refuses JSON of very many parts before an object is made of any.
+    """Refuses JSON with very many parts before any object is made.
 
-    An object takes up to a hundred times the memory of its text, a mistake in it more. Here one byte of the text takes one
-    or two nanoseconds, mostly outside of the interpreter lock, and five bytes of memory.
+    An object takes up to a hundred times the memory of its text, and a mistake in it takes more. This check takes one or two
+    nanoseconds per byte of text, mostly without the interpreter lock, and five bytes of memory.
 
     Args:
         raw: it need not be valid.
@@ -361,7 +362,7 @@ def check_num_parts(raw: bytes) -> None:
 
 
 def _too_many_parts(text: npt.NDArray[np.uint8]) -> str:
-    """Returns which parts a text without strings has too many of; empty if none."""
+    """Returns the kind of part of which a text without strings has too many; empty if none."""
     num_containers = sum(np.count_nonzero(text == ord(sign)) for sign in "[{")
     if num_containers > MAX_CONTAINERS:
         return f"more than {MAX_CONTAINERS:,} lists and objects"
@@ -432,7 +433,7 @@ def _tagged(kinds: set[type[BaseModel]], tag: int | str) -> set[type[BaseModel]]
 
 
 def _without_tags(location: tuple[int | str, ...]) -> tuple[int | str, ...]:
-    """Returns a location without the `type` of entries of a list, where it is called as a field of theirs is."""
+    """Returns a location without the `type` of list entries where that equals the name of one of their fields."""
     last = len(location) - 1
     return tuple(
         part for i, part in enumerate(location) if not (part in _TAGS and 0 < i < last and isinstance(location[i - 1], int))
@@ -452,7 +453,7 @@ def _path(location: tuple[int | str, ...], known: Set[str]) -> str:
 
 @cache
 def _known_fields(kind: type[BaseModel]) -> frozenset[str]:
-    """Returns the names of all fields in a type of request. To walk its types takes longer than to read a request."""
+    """Returns the names of all fields in a type of request. Walking its types takes longer than reading a request."""
     return frozenset(_field_names(kind))
 
 

@@ -1,4 +1,4 @@
-"""Which bodies take less time to read than a thread takes to start: short ones that ask for text and nothing else."""
+"""Recognises bodies that are read faster than a thread starts: short ones that ask for text and nothing else."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 import msgspec
 
 MAX_BYTES: Final = 2048
-"""Of a plain body; to read one of text takes 0.1 to 0.7 ms."""
+"""Size limit of a plain body; reading one of text takes 0.1 to 0.7 ms."""
 
 
 class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
@@ -16,8 +16,8 @@ class _PlainMessage(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class _PlainBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The fields whose values are read in no time. All others, such as schemas, tools, images and documents, may take longer
-    than their length tells."""
+    """The fields whose values are quick to read. All others, such as schemas, tools, images and documents, may take longer than
+    their length suggests."""
 
     messages: list[_PlainMessage] = []
     prompt: str = ""
@@ -45,7 +45,7 @@ _decode: Final = msgspec.json.Decoder(_PlainBody).decode
 
 
 def is_plain(raw: bytes) -> bool:
-    """Whether a body is short and has plain fields only. Whatever is wrong with it is for its parser to say."""
+    """Whether a body is short and has plain fields only. Its parser reports any mistake in it."""
     if len(raw) > MAX_BYTES:
         return False
     try:

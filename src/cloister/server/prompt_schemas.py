@@ -1,8 +1,8 @@
 """Schemas of prompts: named modules at fixed positions, from which requests choose (Prompt Cache, Gim et al. 2024, section 3).
 
-The modules of a schema stand one behind the other, those of a union at the same place. Each is encoded separately behind the
-schema's prefix, at its positions, whatever a request chooses beside it. A parameter leaves as many positions free as its
-argument may have tokens; a request's arguments are computed there, together with its prompt.
+The modules of a schema follow each other; those of a union share one place. Each is encoded separately after the schema's
+prefix, at its own positions, whatever else a request chooses. A parameter leaves as many positions free as its argument may
+have tokens; a request's arguments are computed there, together with its prompt.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cloister.types.request import ModelInfo
 MAX_PARAMETERS: Final = 16
 MAX_PARAMETER_TOKENS: Final = 1024
 SCHEMAS: Final = "schema-"
-"""What the names begin with that schemas are kept under."""
+"""Prefix of the names under which schemas are kept."""
 _MODULES: Final = "prompt_schema.modules"
 NO_SCHEMAS: Final = (
     "This server keeps no schemas: with API keys it does with --keep-responses only, and strict profiles never do. Send the "
@@ -38,7 +38,7 @@ NO_SCHEMAS: Final = (
 
 
 class ParameterInput(Strict):
-    """A part of a module that each request writes; `{name}` in the module's text is its place."""
+    """A part of a module that each request fills in; `{name}` in the module's text marks its place."""
 
     name: SchemaName
     max_tokens: Annotated[int, Field(ge=1, le=MAX_PARAMETER_TOKENS)]
@@ -135,7 +135,7 @@ def lay_out_schema(body: PromptSchemaBody, tokenizer: Tokenizer, model: ModelInf
 
 
 def _least_positions(module: ModuleInput, tokenizer: Tokenizer) -> int:
-    """Returns a number of positions that a module needs at least, before any text is tokenized."""
+    """Returns a lower bound for the positions of a module, before any text is tokenized."""
     text = module.text
     for parameter in module.parameters or ():
         text = text.replace(f"{{{parameter.name}}}", "")
@@ -149,10 +149,10 @@ def _check_positions(num_positions: int, model: ModelInfo, counts: str = "") -> 
 
 
 def keep_schema(store: ResponseStore, owner: bytes, body: PromptSchemaBody) -> None:
-    """Keeps a schema as responses are kept, for its owner; another one of its name is gone.
+    """Keeps a schema as responses are kept, for its owner, and replaces another one of its name.
 
     Raises:
-        InvalidRequestError: it is longer than all that may be kept.
+        InvalidRequestError: it exceeds the limit of everything that may be kept.
     """
     if not store.put(_key(owner, body.name), owner, body.model_dump_json(exclude_none=True).encode()):
         raise invalid("The schema is too long to be kept; make it shorter.", "modules", "too_long")
@@ -162,7 +162,7 @@ def find_schema(store: ResponseStore | None, owner: bytes | None, name: str) -> 
     """Returns a schema of an owner, and renews its lifetime.
 
     Raises:
-        NotFoundError: there is none of this name, it is another owner's, or no longer kept.
+        NotFoundError: there is none of this name, it belongs to another owner, or it is no longer kept.
     """
     if store is None or owner is None:
         raise NotFoundError(NO_SCHEMAS, param="prompt_schema")
@@ -184,13 +184,15 @@ def remove_schema(store: ResponseStore | None, owner: bytes | None, name: str) -
 
 
 def _key(owner: bytes, name: str) -> str:
-    """Returns what a schema is kept under: no response has it, and nobody without the owner's secret can name it."""
+    """Returns the name under which a schema is kept: no response has it, and nobody without the owner's secret can produce
+    it.
+    """
     return f"{SCHEMAS}{hashlib.sha256(owner + name.encode()).hexdigest()}"
 
 
 @dataclass(slots=True)
 class Module:
-    """A module's tokens, which fill whole blocks, and the positions that they are turned by.
+    """A module's tokens, which fill whole blocks, and the positions by which they are rotated.
 
     Attributes:
         runs: (token, position) where the positions of tokens do not follow each other, as in `Documents.positions`.
@@ -210,7 +212,7 @@ class Layout:
     Attributes:
         prefix: its token ids.
         modules: of each place, by name.
-        num_positions: of prefix and all modules.
+        num_positions: those of the prefix and all modules.
 
     Raises:
         InvalidRequestError: names are used twice, or a text has no place for a parameter.
@@ -316,7 +318,7 @@ class Layout:
 
 
 def _canonical(runs: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
-    """Returns runs without those that only go on from the one before, so that equal positions have equal keys."""
+    """Returns runs without those that merely continue the previous one, so that equal positions have equal keys."""
     kept: list[tuple[int, int]] = []
     for token, position in runs:
         if not kept or kept[-1][1] + token - kept[-1][0] != position:
@@ -346,7 +348,7 @@ def read_schema_prompt(
 
 
 def _check_choice(schema: PromptSchemaBody, chosen: Sequence[ModuleChoice]) -> None:
-    """Raises InvalidRequestError if there is no such module, or two are one or exclude each other."""
+    """Raises InvalidRequestError if a module does not exist, is named twice, or excludes another one."""
     names = {each.name for each in chosen}
     places = [{module.name for module in place} for place in schema.places()]
     if len(names) < len(chosen):

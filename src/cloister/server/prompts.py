@@ -364,7 +364,7 @@ def _has_documents(body: GenerationBody) -> bool:
 
 
 def _count_kept(body: CompletionBody) -> int | None:
-    """Returns how many of the sampled answers of each prompt are returned; None for all."""
+    """Returns how many of each prompt's sampled answers are returned; None for all."""
     n = body.n or 1
     if body.use_beam_search or body.best_of in (None, n):
         return None

@@ -1,9 +1,10 @@
 """The queue of prompts to read: tenants share the threads fairly, so that the backlog of one does not delay the others.
 
-Reading is all that turns a body into a job: parsing, templates, tokens; of images, decoding. As in `scheduler.policies.fair`,
-each tenant has a counter of the work done for it, here in seconds, and the one with the smallest counter goes first (VTC, Sheng
-et al. 2024). A tenant that was idle starts at the virtual time: absence earns no credit. A reading cannot be interrupted, so
-long ones never hold the last thread: a short one waits for short ones only, however many tenants send long ones.
+Reading is everything that turns a body into a job: parsing, templates, tokens; for images, decoding. As in
+`scheduler.policies.fair`, each tenant has a counter of the work done for it, here in seconds, and the one with the smallest
+counter goes first (VTC, Sheng et al. 2024). A tenant that was idle starts at the virtual time: absence earns no credit. A
+reading cannot be interrupted, so long ones never hold the last thread: a short one waits for short ones only, however many
+tenants send long ones.
 """
 
 from __future__ import annotations
@@ -27,11 +28,11 @@ T = TypeVar("T")
 NUM_BODY_BYTES: Final = "num_body_bytes"
 """State key of a request for the size of its body."""
 MAX_WAITING: Final = 1024
-"""Most readings of one tenant that wait."""
+"""Limit on waiting readings of one tenant."""
 LONG_BYTES: Final = 128 * 2**10
-"""From here on a body is long: one of text takes about 0.1 s on one core."""
+"""A body from this size on is long: one of text takes about 0.1 s on one core."""
 MAX_WAITING_BYTES: Final = BODY_CEILING_BYTES // 2
-"""Most bytes of bodies of one tenant that wait: half of what all bodies may take."""
+"""Limit on the bytes of one tenant's waiting bodies: half of what all bodies may take."""
 
 
 @dataclass(slots=True, eq=False)
@@ -39,7 +40,7 @@ class ReadingTurn:
     """One reading: it waits, then holds a slot until `end`.
 
     Attributes:
-        order: of its arrival.
+        order: rank of its arrival.
         granted: done when it may begin.
         began_s: None while it waits.
     """
@@ -53,7 +54,7 @@ class ReadingTurn:
     began_s: float | None = None
 
     def end(self) -> None:
-        """Gives the slot to the next one. Call it on the event loop, once."""
+        """Passes the slot on. Call it on the event loop, once."""
         self.queue._end(self)
 
 
@@ -89,17 +90,17 @@ class _Tenant:
         return min(heads, key=lambda turn: turn.order, default=None)
 
     def work_s(self, now_s: float) -> float:
-        """Returns the seconds of reading done for it, with those of readings that go on."""
+        """Returns the seconds of reading done for it, current readings included."""
         return self.counter + sum(now_s - turn.began_s for turn in self.running if turn.began_s is not None)
 
 
 class ReadingQueue:
-    """Says which reading begins next. Used from one event loop.
+    """Decides which reading begins next. Used from one event loop.
 
     Args:
         num_slots: readings at once.
         max_waiting: readings of one tenant that may wait.
-        max_waiting_bytes: their bytes; one that is alone may have more.
+        max_waiting_bytes: limit on their bytes; a single reading may have more.
         long_bytes: readings from this size on are long.
         clock: monotonic, in seconds.
     """
@@ -123,7 +124,7 @@ class ReadingQueue:
         self._virtual_s = 0.0
 
     async def enter(self, tenant: str, num_bytes: int) -> ReadingTurn:
-        """Waits until a tenant may read so many bytes. The caller ends the turn. Cancelled, it waits no longer.
+        """Waits until a tenant may read this many bytes. The caller ends the turn. May be cancelled.
 
         Raises:
             QueueFullError: too much of this tenant waits already.
@@ -174,7 +175,7 @@ class ReadingQueue:
             tenant.waiting_bytes -= turn.num_bytes
             tenant.running.append(turn)
             turn.began_s = self._clock()
-            if not turn.granted.cancelled():  # else it ends as soon as its task runs
+            if not turn.granted.cancelled():  # otherwise it ends as soon as its task runs
                 turn.granted.set_result(None)
 
     def _next(self) -> ReadingTurn | None:
@@ -188,14 +189,14 @@ class ReadingQueue:
         return None if best is None else best[1]
 
     def _advance(self) -> float:
-        """Returns the virtual time: the least work done for a tenant that reads or waits, without readings that go on."""
+        """Returns the virtual time: the least work done for any tenant that reads or waits, current readings excluded."""
         active = [tenant.counter for tenant in self._tenants.values() if tenant.is_active]
         self._virtual_s = max(self._virtual_s, min(active, default=0.0))
         return self._virtual_s
 
     def _forget_idle(self) -> None:
         """Drops tenants that would start at the virtual time anyway, so that names do not accumulate."""
-        if not any(tenant.is_active for tenant in self._tenants.values()):  # nobody is left to be behind of
+        if not any(tenant.is_active for tenant in self._tenants.values()):  # no tenant is left to compare with
             self._virtual_s = max([self._virtual_s, *(tenant.counter for tenant in self._tenants.values())])
         least_s = self._advance()
         self._tenants = {name: one for name, one in self._tenants.items() if one.is_active or one.counter > least_s}
@@ -214,14 +215,14 @@ class ReadingThreads:
         self._loop_is_taken = False
 
     async def run(self, tenant: str, num_bytes: int, work: Callable[[], T], *, is_quick: bool = False) -> T:
-        """Waits for the tenant's turn, and runs a reading of so many bytes in a thread, with the context of the caller.
+        """Waits for the tenant's turn, then runs a reading of this many bytes in a thread, with the context of the caller.
 
-        Cancelled, it waits no longer. A reading that has begun goes on and keeps its slot until it ends, so that those who
-        leave and come back have no more threads than others.
+        Cancelling ends the wait. A reading that has begun goes on and keeps its slot until it ends, so that clients that leave
+        and come back get no more threads than others.
 
         Args:
-            is_quick: it is done sooner than a thread has started and has got the interpreter lock from a busy event loop: it
-                runs on the loop, one in each turn of it; others get threads, so that a flood of them is shared fairly too.
+            is_quick: it takes less time than a thread needs to start and to get the interpreter lock from a busy event loop. It
+                runs on the loop, one per turn; further ones get threads, so that a flood of them is shared fairly too.
 
         Raises:
             QueueFullError: too much of this tenant waits already.
@@ -239,7 +240,7 @@ class ReadingThreads:
             del future  # its error holds this frame: only the garbage collector would free both, and the body
 
     def _take_loop(self) -> bool:
-        """Returns True once in a turn of the event loop."""
+        """Returns True once per turn of the event loop."""
         is_free, self._loop_is_taken = not self._loop_is_taken, True
         if is_free:
             asyncio.get_running_loop().call_soon(self._free_loop)
@@ -280,7 +281,7 @@ def _read(
 
 
 def _finish(turn: ReadingTurn, future: asyncio.Future[Any], read: object, error: BaseException | None) -> None:
-    """Ends a turn, on the event loop; its caller gets what was read, or the error, unless it has left."""
+    """Ends a turn, on the event loop; its caller gets the result or the error, unless it has left."""
     turn.end()
     if future.done():
         return

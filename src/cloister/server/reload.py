@@ -58,7 +58,7 @@ class Reloader:
         try:
             source.read()
         except CloisterError as error:
-            _logger.error("the %s stay as they were: %s", source.name, error.message)
+            _logger.error("the %s could not be read again and stay as they were: %s", source.name, error.message)
         else:
             _logger.info("the %s were read again", source.name)
 

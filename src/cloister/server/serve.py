@@ -200,7 +200,7 @@ async def _start_unless(stop: asyncio.Event, start: Callable[[], Awaitable[Serve
         if starting.done():
             return starting.result()
         starting.cancel()
-        await asyncio.gather(starting, return_exceptions=True)  # what kept it from starting does not matter any more
+        await asyncio.gather(starting, return_exceptions=True)  # what kept it from starting no longer matters
         return None
     finally:
         stopping.cancel()
@@ -233,7 +233,7 @@ def bind(host: str, port: int) -> socket.socket:
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except (OSError, UnicodeError):
-        raise ConfigError(f"host {host} is no address of this machine; try 127.0.0.1", param="host") from None
+        raise ConfigError(f"host {host} is not an address of this machine; try 127.0.0.1", param="host") from None
     listener = socket.socket(family, kind, protocol)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -243,7 +243,9 @@ def bind(host: str, port: int) -> socket.socket:
         listener.close()
         reason = (error.strerror or "unknown reason").lower()
         if error.errno == errno.EADDRNOTAVAIL:
-            remedy = "no network interface here has it; choose another one with --host (0.0.0.0 is all of them)"
+            remedy = (
+                "no network interface of this machine has this address; choose another one with --host (0.0.0.0 is all of them)"
+            )
             raise ConfigError(f"cannot listen on {host}: {remedy}", param="host") from None
         raise ConfigError(
             f"cannot listen on {host} port {port}: {reason}; choose another one with --port, or 0 for any",
@@ -264,7 +266,9 @@ def fit_connections(num_connections: int, files_each: int = 1) -> int:
     room = raise_file_limit(num_connections, files_each)
     if room < num_connections:
         allowed, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        _logger.warning("this process may open %d files, so it takes %d connections (ulimit -n)", allowed, room)
+        _logger.warning(
+            "this process may open %d files, so it accepts %d connections; raise the limit for more (ulimit -n)", allowed, room
+        )
     return room
 
 

@@ -49,7 +49,7 @@ class ServerState:
         files: users' files; None if nothing is stored.
         pdf: reads PDF files; None on a sealed node.
         call: the current HTTP request; None if it is not tracked.
-        tenant: who shares the threads with others; on a server without keys, the network of the client.
+        tenant: shares the threads fairly with others; on a server without keys, the network of the client.
         num_body_bytes: size of the request's body.
         body_charge: its share of the memory for bodies.
     """
@@ -78,13 +78,13 @@ class ServerState:
         return await self.off_the_loop(lambda: json_response(work(*args)))
 
     def follow(self, job: GenerationJob) -> GenerationJob:
-        """Returns a job of the current call, whose replies say which weights compute it."""
+        """Returns a job of the current call, whose replies name the weights that compute it."""
         return job if self.call is None else replace(job, engine_stats=self.call.engine_stats)
 
     async def off_the_loop(self, work: Callable[..., T], *args: Any) -> T:
         """Runs text work in a thread, with a deadline.
 
-        It begins anew where it needs images, which are decoded in between, or much that the server keeps (`kept_content`).
+        It starts again if it needs images, which are decoded in between, or much kept content (`kept_content`).
 
         Raises:
             OverloadedError: it took too long, or there is no memory for it.
@@ -93,7 +93,7 @@ class ServerState:
         return await self._read(partial(work, *args), is_quick=False)
 
     async def read(self, work: Callable[[bytes, Admission], T], raw: bytes, admission: Admission) -> T:
-        """As `off_the_loop`, for a body; one that is plain may be read on the loop (`plain_bodies`)."""
+        """As `off_the_loop`, for a body; a plain one may be read on the loop (`plain_bodies`)."""
         return await self._read(partial(work, raw, admission), is_quick=is_plain(raw))
 
     async def _read(self, call: Callable[[], T], *, is_quick: bool) -> T:
@@ -120,7 +120,9 @@ class ServerState:
                 kept.num_bytes, is_quick = pending.num_bytes, False
 
     def _charge(self, num_bytes: int) -> None:
-        """Charges kept content as bytes of a body that still arrives: where there is no memory it is shed, not others."""
+        """Charges kept content as bytes of a body that is still arriving: if there is no memory, this body is shed, not
+        others.
+        """
         if self.body_charge is not None:
             self.body_charge.is_whole = False
             self.body_charge.add(num_bytes)
@@ -131,7 +133,7 @@ class ServerState:
 
 @dataclass(slots=True)
 class _KeptContent:
-    """What is charged to a reading so far."""
+    """The charge of a reading so far."""
 
     num_bytes: int = 0
 

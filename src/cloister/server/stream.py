@@ -34,7 +34,7 @@ def named_events(chunks: Iterable[Mapping[str, Any]]) -> bytes:
 
 
 class EventTemplate:
-    """An event in which one text varies: encoded once, and split at the text. Most tokens need nothing else.
+    """An event in which only one text varies: encoded once, and split at the text. Most tokens need nothing else.
 
     Args:
         make: returns the chunk for a text, which must occur in it once, as a whole string.

@@ -188,5 +188,5 @@ class HandshakeQueue:
         waiting = self._networks.pop(network)
         _, begin = waiting.popitem()
         if waiting:
-            self._networks[network] = waiting  # behind all others
+            self._networks[network] = waiting  # after all others
         begin()

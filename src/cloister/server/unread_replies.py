@@ -1,7 +1,7 @@
 """Bound on the bytes of replies that clients have not read: which reply ends when a server holds too many. No I/O, no clock.
 
 A client that reads too little first makes its reply wait (back-pressure): a stream writes nothing further, and a whole body is
-handed over piece by piece. What then collects is the rest of the body, or the outputs that the engine goes on to make.
+handed over piece by piece. Then the rest of the body collects, or the outputs that the engine continues to make.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ MIB: Final = 2**20
 UNREAD_BYTES: Final = 512 * MIB
 """Default limit for all replies of one process."""
 SHARE_OF_ONE: Final = 8
-"""One reply may hold this part of the limit."""
+"""One reply may hold this share of the limit."""
 LEAST_VICTIM_BYTES: Final = 64 * 2**10
-"""A reply that holds no more is not ended to make room: that many bytes wait for the kernel in an honest reply too."""
+"""A reply that holds no more than this is not ended to make room: as many bytes wait for the kernel in an honest reply."""
 LAST_BYTES: Final = 16 * 2**10
-"""What an ended stream may still write: its error."""
+"""Bytes that an ended stream may still write: its error."""
 _STATE: Final = "unread_reply"
 
 
@@ -40,14 +40,14 @@ class UnreadReplyError(CloisterError):
 
 
 class UnreadReply:
-    """What is held of one reply that its client has not read.
+    """The account of the unread bytes of one reply.
 
     Args:
         network: network of its client.
         end: ends it; called once, at most.
 
     Attributes:
-        num_bytes: all that is held of it.
+        num_bytes: all bytes held of it.
         num_queued: those of them that wait as outputs of the engine.
         is_slow: its client has read less than `BYTES_PER_S` in the last `GRACE_S` or so, though there was more to read.
         is_ended: it was ended.
@@ -80,7 +80,7 @@ class UnreadReply:
         self._marked_bytes = 0
 
     def hold(self, num_bytes: int) -> None:
-        """Adds bytes that are held from now on, or takes away (below 0) those that are not."""
+        """Adds bytes that are now held, or (below 0) removes bytes that no longer are."""
         self.num_bytes += num_bytes
         if self.is_counted:
             self._replies.change(num_bytes)
@@ -93,11 +93,11 @@ class UnreadReply:
             self._replies.end(self)
 
     def begin_waiting(self, num_read_bytes: int, now_s: float) -> None:
-        """Called when something begins to wait for the client, who has read so much of the reply."""
+        """Called when something begins to wait for the client, which has read this much of the reply."""
         self.is_slow, self._marked_bytes, self._marked_s = False, num_read_bytes, now_s
 
     def note_read(self, num_read_bytes: int, now_s: float) -> None:
-        """Called from time to time while something waits for the client. Ends a reply that holds more than one may if its
+        """Called from time to time while something waits for the client. Ends a reply that holds more than its share if its
         client is slow."""
         waited_s = now_s - self._marked_s
         if waited_s < GRACE_S:
@@ -115,7 +115,7 @@ class UnreadReply:
 
 
 class UnreadReplies:
-    """What is held of all replies of one process. Used from one thread.
+    """The unread bytes of all replies of one process. Used from one thread.
 
     Over the limit it ends replies of slow clients, or if there are none, of any; among them the largest of the network that
     holds most. So a flood of unread replies ends its own.
@@ -141,7 +141,7 @@ class UnreadReplies:
         return reply
 
     def close(self, reply: UnreadReply) -> None:
-        """Drops an account: nothing is held any more."""
+        """Drops an account: nothing is held any longer."""
         if reply.is_counted:
             reply.is_counted = False
             del self._replies[reply]
@@ -154,7 +154,7 @@ class UnreadReplies:
             self.end(victim)
 
     def end(self, reply: UnreadReply) -> None:
-        """Ends a reply. What it holds is released soon, and counts no longer."""
+        """Ends a reply. Its bytes are released soon and no longer count."""
         self.close(reply)
         reply.finish()
 

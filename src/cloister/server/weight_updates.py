@@ -1,4 +1,4 @@
-"""Checks that what a front has read by its model also holds for other weights (decisions/0035)."""
+"""Checks that requests that a front has read with one model are also valid for other weights (decisions/0035)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def check_weights(reader: PromptReader, model: str) -> None:
         model: as the setting `model`; it must be on this machine.
 
     Raises:
-        InvalidRequestError: they are not here, or have another tokenizer, chat template or image processor.
+        InvalidRequestError: they are not on this machine, or have another tokenizer, chat template or image processor.
     """
     try:
         other = _find_differences(reader, model)
@@ -24,8 +24,8 @@ def check_weights(reader: PromptReader, model: str) -> None:
         raise invalid(error.message, "model") from None
     if other:
         raise invalid(
-            f"{model} has another {' and another '.join(other)} than the model that is served, and this server has read "
-            "requests by that; start another server for it, and send requests there",
+            f"{model} has another {' and another '.join(other)} than the served model, which this server has used to read "
+            "requests; start another server for it, and send requests there",
             "model",
         )
 

@@ -133,22 +133,23 @@ class EngineConfig:
     )
     kv_tier: str | None = setting(
         None,
-        "Where evicted KV of the prefix cache is kept, encrypted: host:SIZE (with K, M, G or T), shared:SIZE, where each"
-        " replica stores so much and loads from all, peer:SIZE, where it also uses what the next one does not need,"
-        " disk:PATH[,SIZE], or one in memory and a disk, such as"
-        " host:SIZE+disk:PATH[,SIZE], where the disk gets what memory lets go; unset, nowhere.",
+        "Where KV that the prefix cache evicts is kept, encrypted: host:SIZE (with K, M, G or T); shared:SIZE, where each"
+        " replica stores this much and loads from all; peer:SIZE, where it also uses memory that the next replica does not"
+        " need; disk:PATH[,SIZE]; or one in memory and a disk, such as host:SIZE+disk:PATH[,SIZE], where the disk gets what"
+        " memory evicts; unset, nowhere.",
     )
     kv_tier_codec: str | None = setting(
         None,
-        "How tiers compress KV. lossless: about 1.5 times; auto: that, if loads are quicker so, else not at all (raw). With"
-        " --numerics fast also fine, medium and coarse (about 3.6, 4.8 and 6.5 times), which change answers a little where KV"
-        " was evicted; auto-lossy: the most exact one, raw included, that loads about as fast as it gets. Unset, not at all.",
+        "How tiers compress KV. lossless: about 1.5 times; auto: lossless if that makes loads quicker, else not at all"
+        " (raw). With --numerics fast also fine, medium and coarse (about 3.6, 4.8 and 6.5 times), which change answers a"
+        " little where KV was evicted; auto-lossy: the most exact level, raw included, that loads about as fast as possible."
+        " Unset, not at all.",
         choices=("auto", "lossless", "fine", "medium", "coarse", "auto-lossy"),
     )
     kv_tier_admission: str | None = setting(
         None,
-        "Which blocks a full tier stores. always: each, for the least recently used one; tinylfu: those that are used more"
-        " often than the one that would go; auto: whichever of both has more hits. Unset, auto.",
+        "Which blocks a full tier stores. always: each, in place of the least recently used one; tinylfu: those that"
+        " are used more often than the one that they would replace; auto: the one of both with more hits. Unset, auto.",
         choices=("always", "tinylfu", "auto"),
     )
     profile: str | None = setting(
@@ -210,7 +211,7 @@ class ServerConfig:
     )
     max_replicas: int | None = setting(
         None,
-        "Most replicas: they are added while requests wait, and removed when fewer are enough. Takes the place of `replicas`.",
+        "Most replicas: they are added while requests wait, and removed when fewer are enough. Replaces `replicas`.",
         low=2,
         high=256,
     )
@@ -226,23 +227,23 @@ class ServerConfig:
     router: str | None = setting(
         None,
         "How requests are divided among replicas: least_load, least_work (where a slot is free soonest), prefix_aware (where"
-        " the prompt is cached), conductor (where the first token comes soonest; it refuses what would come too late),"
+        " the prompt is cached), conductor (where the first token comes soonest; it refuses what would be too late),"
         " round_robin or capacity_random (drawn, so that nobody can steer a request); unset, least_load, or capacity_random if"
         " the profile allows no other.",
     )
     prefill: int = setting(
-        0, "Replicas that compute prompts only; after the first token others go on. The rest are mixed.", low=0, high=256
+        0, "Replicas that compute prompts only; after the first token others continue. The rest are mixed.", low=0, high=256
     )
-    decode: int = setting(0, "Replicas that go on with answers after the first token.", low=0, high=256)
+    decode: int = setting(0, "Replicas that continue answers after the first token.", low=0, high=256)
     rebalance: bool = setting(
         False, "Move running requests from busy replicas to idle ones, and flip roles, as the load changes."
     )
     standby: int = setting(
-        0, "Replicas among these that are ready and get no requests until another one is lost.", low=0, high=255
+        0, "Replicas among these that are ready but get no requests until another one is lost.", low=0, high=255
     )
     replicate_hot_prefixes: bool = setting(
         False,
-        "Copy the KV of beginnings that many requests share from the replica that has it to replicas with less to do; needs"
+        "Copy the KV of prefixes that many requests share from the replica that has it to replicas with less to do; needs"
         " kv_transfer.",
     )
     max_ttft_s: float | None = setting(
@@ -253,14 +254,14 @@ class ServerConfig:
     )
     slow_replicas: str | None = setting(
         None,
-        "What happens with a replica whose steps take twice as long as those of the others: avoid (it gets no requests until it"
-        " is well) or report; unset, avoid if the profile allows it.",
+        "What happens to a replica whose steps take twice as long as those of the others: avoid (it gets no requests until it"
+        " is fast again) or report; unset, avoid if the profile allows it.",
         choices=("avoid", "report"),
     )
     verify_replay: float = setting(
         0.0,
         "Share of finished greedy or seeded requests that another replica computes again; if tokens differ, a third one"
-        " decides, and the odd one gets no requests any more.",
+        " decides, and the odd one gets no more requests.",
         low=0.0,
         high=1.0,
     )
@@ -383,7 +384,7 @@ class ServerConfig:
     )
     member_key: str | None = setting(
         None,
-        "File of a sealed node's member key (`cloister log key --role node`); clients  draw members only.",
+        "File of a sealed node's member key (`cloister log key --role node`); clients draw members only.",
     )
     node_capacity: int | None = setting(
         None, "Weight of a sealed node when clients draw; default: its replicas.", low=1, high=1_000_000
@@ -402,8 +403,8 @@ class ServerConfig:
     )
     unit_policy: str | None = setting(
         None,
-        "File with what machines of a unit accept of each other's hardware (JSON, as a client's policy): firmware, providers;"
-        " that they run the same is never left to it.",
+        "File with the hardware that machines of a unit accept of each other (JSON, as a client's policy): firmware,"
+        " providers. It cannot change that they must run the same software.",
     )
     keep_responses: bool | None = setting(
         None,

@@ -44,12 +44,12 @@ STOP_S: Final = 20.0
 KILL_S: Final = 5.0
 """Longest wait for a driver that was killed."""
 DRIVER_ENDED: Final = (
-    "the driver of Ray has ended; what it said last, if anything, is on standard error, and what Ray says in "
-    "/tmp/ray/session_latest/logs of the machine, where it runs on its own"
+    "the Ray driver has ended; its last messages, if any, are on standard error, and those of a Ray that runs on its "
+    "own are in /tmp/ray/session_latest/logs of its machine"
 )
 TAKES_COMMANDS: Final = (
-    "everybody who reaches the ports of this Ray cluster can run programs on its machines; start it with RAY_AUTH_MODE=token, "
-    "and keep its network to itself"
+    "anybody who reaches the ports of this Ray cluster can run programs on its machines; start it with "
+    "RAY_AUTH_MODE=token, on a network of its own"
 )
 MAX_RETRY_S: Final = 10.0
 """Longest pause between attempts to reach a Ray that was there before."""
@@ -159,10 +159,10 @@ class RayPlacer:
                 await self._connect()
             except EngineError as error:
                 if error.message != told:
-                    _logger.error("%s; replicas start again when Ray is there again", error.message)
+                    _logger.error("%s; the replicas start again when Ray is back", error.message)
                     told = error.message
             else:
-                _logger.warning("Ray is there again, with a place for each replica")
+                _logger.warning("Ray is back, with a place for each replica")
                 return
             await asyncio.sleep(pause_s)
             pause_s = min(MAX_RETRY_S, 2 * pause_s)
@@ -176,7 +176,7 @@ class RayPlacer:
                 report = await _read_report(reader)
         except TimeoutError:
             where = "" if self._settings.address is None else f" at {self._settings.address}"
-            report = RayFailed(f"Ray{where} was not there after {CONNECT_S:.0f} s, with a place for each replica")
+            report = RayFailed(f"Ray{where} had no place for each replica within {CONNECT_S:.0f} s")
         except BaseException:
             await self._end_driver()
             raise

@@ -141,8 +141,8 @@ class Driver:
                 ray.init(settings.address, **quiet)
         except AuthenticationError:
             raise EngineError(
-                f"the Ray cluster at {head or settings.address} refuses the token of this process, or that it has none; set "
-                "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they are in the cluster"
+                f"the Ray cluster at {head or settings.address} refuses the token of this process, or this process has "
+                "none; set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN as they are in the cluster"
             ) from None
         except Exception as error:  # of any class: a node that starts too slowly is an `Exception`
             raise EngineError(_explain(settings.address, error)) from None

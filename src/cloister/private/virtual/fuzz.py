@@ -55,11 +55,12 @@ def read_unit_scenario(path: Path) -> UnitScenario:
     except (OSError, msgspec.MsgspecError) as error:
         told = str(error) if isinstance(error, OSError) else describe_mistake(error, UnitScenario)
         raise ConfigError(
-            f"{path} holds no scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes those that fail",
+            f"{path} does not hold a scenario of a sealed unit: {told}; `cloister cluster fuzz --sealed` writes "
+            "those that fail",
             param="scenario",
         ) from error
     if wrong := _find_mistake(scenario):
-        raise ConfigError(f"the scenario {path} cannot be: {wrong}", param="scenario")
+        raise ConfigError(f"the scenario {path} is invalid: {wrong}", param="scenario")
     return scenario
 
 

@@ -73,7 +73,7 @@ class FileService:
         return service
 
     def owner(self, admission: Admission) -> Owner:
-        """Returns whose files a request may see.
+        """Returns the owner whose files a request may see.
 
         Raises:
             PolicyError: it came with an issuer's token, whose users cannot store files.
@@ -98,7 +98,7 @@ class FileService:
         self._runner.begin()
 
     def close(self) -> None:
-        """Releases the directory to another server; the tasks of this one's loop have ended."""
+        """Releases the directory to another server; call it when the tasks of this server's loop have ended."""
         self._vault.close()
 
 

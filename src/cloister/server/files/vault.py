@@ -173,7 +173,7 @@ class Vault:
     def _make_room(self, more: int) -> None:
         with self._lock:
             if sum(self._sizes.values()) + more > self._most_bytes:
-                raise StorageFullError("This server has no more room for files; delete some, or wait until they expire.")
+                raise StorageFullError("This server has no room left for files; delete some, or wait until they expire.")
 
 
 @contextmanager
@@ -185,7 +185,7 @@ def _in_words() -> Iterator[None]:
         if error.errno in _FULL:
             raise StorageFullError("The server's disk is full; try again later, or tell its operator.") from None
         raise CloisterError(
-            f"The server's disk refuses ({error.strerror}); tell its operator.", code="storage_failed"
+            f"The server cannot write to its disk ({error.strerror}); tell its operator.", code="storage_failed"
         ) from None
 
 

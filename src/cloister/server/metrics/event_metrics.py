@@ -75,7 +75,7 @@ class DraftTotals:
         """Running maximum of the time spent: a counter must not fall, but a step may be faster than predicted."""
 
     def observe(self, event: Stepped) -> None:
-        """Takes one step."""
+        """Records one step."""
         self._gained_s += event.gained_s
         self._spent_s += event.spent_s
         self._shown_s = max(self._shown_s, self._spent_s)
@@ -141,14 +141,14 @@ class KVTierTotals:
         self._oldest_s: dict[str, float] = {}
 
     def note_load(self, event: KVLoaded) -> None:
-        """Takes one load that has ended."""
+        """Records one load that has ended."""
         tier = event.tier or "engine"
         self._loads[tier, "whole" if event.complete else "part"] += 1
         self._bytes[tier,] += event.num_bytes
         self._load_s[tier] = self._load_s.get(tier, 0.0) + event.elapsed_s
 
     def note_stored(self, stored: KVStored) -> None:
-        """Takes what a tier has written and holds."""
+        """Records what a tier has written and holds."""
         self._stored[stored.tier,] += stored.num_bytes
         self._used[stored.tier] = stored.used_bytes
         self._oldest_s[stored.tier] = stored.oldest_s or 0.0
@@ -181,9 +181,9 @@ _STEP_S: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.2, 0.3, 0.5, 1
 _NUM_TOKENS: Final = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 
 REPLICA_PREFIX: Final = "cloister_replica_"
-"""Of the names of metrics of single replicas."""
+"""Prefix of metrics of single replicas."""
 TIER_PREFIX: Final = "cloister_kv_tier_"
-"""Of those that say what tiers hold: it is all tenants' (a client sees its own with `GET /v1/cache`)."""
+"""Prefix of metrics of what tiers hold, which is all tenants' (a client sees its own with `GET /v1/cache`)."""
 _COUNTERS: Final = {
     "prompt_tokens": "Prompt tokens of requests that were scheduled.",
     "generation_tokens": "Output tokens.",
@@ -380,8 +380,9 @@ class Metrics:
         self._blocks = {"used": used, "cached": cached, "free": event.num_total_blocks - used - cached}
 
     def _find_blocks(self) -> dict[str, int]:
-        """Returns the blocks after the last step, by state. With no open request none is used, whatever that step saw: blocks
-        that were freed after it, as where a request moved on to another engine, count as cached if that engine caches."""
+        """Returns the blocks after the last step, by state. Without an open request none is in use, whatever that step saw:
+        blocks that were freed after it, for example because a request moved to another engine, count as cached if that engine
+        caches."""
         if not self._blocks or self._lives.running or self._lives.waiting:
             return self._blocks
         used, cached, free = self._blocks["used"], self._blocks["cached"], self._blocks["free"]

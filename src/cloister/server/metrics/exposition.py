@@ -43,7 +43,7 @@ class EngineGauges:
         yield _gauges("startup_seconds", "Time that the start took, by phase.", "phase", self._engine.startup)
 
     def _replicas(self) -> Iterator[Metric]:
-        """Yields the restarts of each engine, and the load of each replica where there are several."""
+        """Yields the restarts of each engine, and the load of each replica if there are several."""
         replicas = self._engine.snapshots()
         restarts = CounterMetricFamily(
             "cloister_replica_restarts", "Engines started in place of one that died or hung.", labels=("replica",)
@@ -104,7 +104,7 @@ class EngineGauges:
         yield actions
 
     def _lengths(self) -> Iterator[Metric]:
-        """Yields how wrong predicted lengths are, where anything predicts them."""
+        """Yields the error of predicted lengths, if anything predicts them."""
         if (errors := self._engine.length_errors()) is None:
             return
         for name, text, value in (

@@ -82,7 +82,7 @@ class ErrorMiddleware:
             if is_last:  # before its end is sent: a client with a whole reply finds it in the metrics
                 self._calls.close(call, self._route(scope), status)
             await send(message)
-            if is_last:  # after a client that does not read has made it wait: a key cannot have any number of unread replies
+            if is_last:  # after the wait for a client that does not read, which bounds the unread replies of a key
                 self._calls.leave(call)
 
         try:

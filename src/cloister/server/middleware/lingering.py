@@ -14,22 +14,23 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.server.load_shedding import BodyPace
 
 LINGER_S: Final = 10.0
-"""How long a client may go on to send what nobody reads."""
+"""How long a client may continue to send a body that nobody reads."""
 LINGER_GRACE_S: Final = 1.0
-"""How long it may pause; what it sends earns more."""
+"""How long it may pause; sending earns more time."""
 LINGER_BYTES_PER_S: Final = 64 * 2**10
-"""Who sends more slowly would not be done in time."""
+"""Minimum rate: a slower client would not finish in time."""
 LINGER_BYTES: Final = 256 * 2**20
-"""How much of it is read."""
+"""Most bytes to read of it."""
 MAX_LINGERING: Final = 128
-"""Requests that linger at once; others are closed at once, since a request with a reply gives way to no other connection."""
+"""Requests that linger at the same time; others are closed immediately, since a request with a reply gives way to no other
+connection."""
 
 
 class LingeringMiddleware:
     """Delays the end of a reply to a request whose body was not read, until the rest has arrived or a limit is reached.
 
-    The reply itself is sent first. Only where the connection will be closed, and not for a client that waits until it is asked
-    for its body (`Expect: 100-continue`).
+    The reply itself is sent first. Applies only if the connection will be closed, and not to a client that waits until it is
+    asked for its body (`Expect: 100-continue`).
     """
 
     def __init__(self, app: ASGIApp, linger_s: float = LINGER_S, linger_bytes: int = LINGER_BYTES) -> None:
@@ -63,7 +64,7 @@ class LingeringMiddleware:
             await send(message)
 
         await self._app(scope, receive_noting, send_noting)
-        if lingers:  # not before the application has let go of what it had read
+        if lingers:  # not before the application has released what it had read
             await self._discard(receive)
             await send({"type": "http.response.body", "body": b""})
 

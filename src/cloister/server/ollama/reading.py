@@ -213,7 +213,7 @@ def _content(message: OllamaMessage) -> str | list[dict[str, Any]]:
     text = message.content or ""
     if not message.images:
         return text
-    # what an image is is read in its own header
+    # the type of an image is in its own header
     urls = [f"data:image/png;base64,{image}" for image in message.images]
     return [*({"type": "image_url", "image_url": {"url": url}} for url in urls), {"type": "text", "text": text}]
 

@@ -145,14 +145,14 @@ export class TenantsCard {
 export class SumsCard {
   constructor(profile) {
     this.list = h("dl", { class: "sums" });
-    const why = `The profile “${profile}” lets out sums only, and new ones only after 20 more requests have ended: no times, no queue, no cache, no past.`;
+    const why = `The profile “${profile}” shows sums only, and new ones only after 20 more requests have ended: no times, queue, cache or history.`;
     this.element = h("section", { class: "card whole", "aria-label": "Sums" }, h("h3", {}, "Sums over many requests"), h("p", { class: "note" }, why), this.list);
   }
 
   draw({ now }) {
     const shown = Object.entries(SUMS).map(([name, label]) => [label, valueOf(now.samples, name)]);
     const none = shown.every(([, value]) => value === null);
-    const rows = none ? [h("p", { class: "soft" }, "Nothing has been let out yet.")] : shown.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, count(value))));
+    const rows = none ? [h("p", { class: "soft" }, "No sums are available yet.")] : shown.map(([label, value]) => h("div", {}, h("dt", {}, label), h("dd", {}, count(value))));
     this.list.replaceChildren(...rows);
   }
 }

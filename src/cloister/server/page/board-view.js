@@ -91,7 +91,7 @@ export class BoardView {
       const samples = parseMetrics(await this.fetch("/metrics"));
       await this.take({ samples, atMs: performance.now() });
       await this.readTenants();
-      this.say(valueOf(samples, "cloister_engine_healthy") === 0 ? "The engine is not well: nothing advances." : "");
+      this.say(valueOf(samples, "cloister_engine_healthy") === 0 ? "The engine makes no progress." : "");
       this.draw();
     } catch (error) {
       if (error.status === 403) this.refusedKey = api.key;

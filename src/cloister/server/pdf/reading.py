@@ -21,7 +21,7 @@ SIDE_BY_SIDE: Final = 2
 INHERITED: Final = ("PATH", "PYTHONPATH", "LD_LIBRARY_PATH")
 """Environment variables that are passed on; others may be secrets and are withheld from the reading process."""
 FAULTS: Final[Mapping[str, str]] = {
-    "damaged": "The file is no PDF, or a damaged one.",
+    "damaged": "The file is not a PDF, or it is damaged.",
     "encrypted": "The PDF asks for a password; save it without one.",
     "pages": "The PDF has more than {num_pages} pages; send the part that matters.",
     "long": "The PDF has more than {num_chars} characters of text; send the part that matters.",
@@ -55,8 +55,8 @@ class PdfReader:
         """
         if find_spec("pypdf") is None:
             raise NotFoundError(
-                "This server reads no PDF: its operator can install 'cloister[pdf]'. Or turn it into text first, for example "
-                "with pdftotext.",
+                "This server cannot read PDF files: its operator can install 'cloister[pdf]'. Or turn it into text "
+                "first, for example with pdftotext.",
                 code="no_pdf_reader",
             )
         if owner is not None and owner in self._open:
@@ -70,8 +70,9 @@ class PdfReader:
             self._open.remove(owner)
         if answer.fault == "unconfined":
             raise NotFoundError(
-                "This server reads no PDF: here the process that reads it cannot be confined, as the profile wants it; "
-                "`cloister doctor` says what is missing. Or turn it into text first, for example with pdftotext.",
+                "This server cannot read PDF files: the process that would read them cannot be confined here, as the "
+                "profile demands; `cloister doctor` says what is missing. Or turn it into text first, for example with "
+                "pdftotext.",
                 code="no_pdf_reader",
             )
         if answer.fault:

@@ -57,7 +57,7 @@ class KeptResponse:
 
 @dataclass(slots=True)
 class _Share:
-    """What one owner keeps.
+    """Everything that one owner keeps.
 
     Attributes:
         names: in order of expiry.
@@ -94,7 +94,8 @@ class ResponseStore:
     def keep(self, owner: bytes, body: ResponsesBody, response: Mapping[str, Any]) -> None:
         """Stores a response with its conversation. If memory is full, evicts the oldest response of the owner with the most.
 
-        Of the conversation only what prompts have is stored. It takes time in proportion: call it outside of the event loop.
+        Stores only the parts of the conversation that prompts have. Takes time in proportion to its length: call it outside the
+        event loop.
         """
         said = [item.model_dump(by_alias=True, exclude_none=True) for item in body.input]
         items = msgspec.json.encode([*said, *(_without_logprobs(item) for item in response["output"])])
@@ -102,7 +103,7 @@ class ResponseStore:
         self._add(response["id"], kept)
 
     def put(self, name: str, owner: bytes, content: bytes) -> bool:
-        """Stores something else of an owner, as `items`, in place of what had this name; False if it is too long."""
+        """Stores another entry of an owner, as `items`, in place of the one with this name; False if it is too long."""
         return self._add(name, KeptResponse(owner, content, b"", self._clock() + LIFETIME_S))
 
     def _add(self, name: str, kept: KeptResponse) -> bool:
@@ -157,7 +158,7 @@ class ResponseStore:
             self._drop(response_id)
 
     def forget(self, owner: bytes, prefix: str) -> None:
-        """Forgets all of an owner whose names begin so."""
+        """Forgets all entries of an owner whose names have this prefix."""
         with self._lock:
             share = self._shares.get(owner, _Share())
             for name in [name for name in share.names if name.startswith(prefix)]:

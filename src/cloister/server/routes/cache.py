@@ -19,20 +19,20 @@ from cloister.types.events import CacheUsage
 from cloister.types.scope import ScopeKind
 
 NO_ANSWER: Final = (
-    "no engine said in time what it has cached; ask again in a few seconds. What was to be dropped is dropped before the next "
-    "request is read, or has ended with its engine"
+    "no engine reported in time what it has cached; ask again in a few seconds. What was to be dropped is dropped "
+    "before the next request is read, or ended with its engine"
 )
 
 router = RouteTable()
 
 
 class CacheContent(msgspec.Struct, frozen=True):
-    """Reply of /v1/cache: what is kept of the requester's scope, or was until it was dropped.
+    """Reply of /v1/cache: the cached KV of the requester's scope, or what was just dropped.
 
     Attributes:
         scope: what the scope is bound to: a tenant, this machine, a session, or one request, of which nothing is kept.
         data: for each place: the device, and the tier if there is one. Of all replicas together.
-        unanswered: replicas that did not answer in time; what they have is not counted.
+        unanswered: replicas that did not answer in time; their KV is not counted.
     """
 
     scope: ScopeKind
@@ -49,7 +49,7 @@ async def show_cache(request: Request) -> Response:
 
 @router.delete("/v1/cache")
 async def drop_cache(request: Request) -> Response:
-    """Drops what is cached of the requester's scope, and its schemas of prompts; returns how much KV that was."""
+    """Drops the cached KV of the requester's scope, and its schemas of prompts; returns how much KV that was."""
     return await _answer(request, drop=True)
 
 
@@ -64,7 +64,7 @@ async def _answer(request: Request, *, drop: bool) -> Response:
     if drop and salt is None and state.reader.responses is not None and admission.owner is not None:
         state.reader.responses.forget(admission.owner, SCHEMAS)
     kind: Literal["cache", "cache.deleted"] = "cache.deleted" if drop else "cache"
-    if scope.kind is ScopeKind.REQUEST:  # nobody can name it again, so no engine has anything of it
+    if scope.kind is ScopeKind.REQUEST:  # nobody can name that scope again, so no engine keeps anything of it
         return json_response(CacheContent(scope.kind, [], [], kind))
     report = await state.engine.inspect_cache(scope, drop=drop)
     if report.unanswered and not report.places:

@@ -59,7 +59,7 @@ async def answer_completion(job: GenerationJob, outputs: AsyncGenerator[Numbered
 
 
 async def _write_prompt(echo: Echo, prompt_logprobs: PromptLogprobs | None) -> list[CompletionLogprobs]:
-    """Returns the log-probabilities of a prompt in pieces, if it has some; between them others have a turn."""
+    """Returns the log-probabilities of a prompt in pieces, if it has some; other tasks have a turn between them."""
     written = []
     for piece in () if prompt_logprobs is None else LegacyLogprobs(echo).write_prompt(prompt_logprobs):
         written.append(piece)

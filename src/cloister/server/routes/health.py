@@ -80,8 +80,8 @@ def _check_reader(request: Request) -> ServerState:
     """Returns the server's state.
 
     Raises:
-        PolicyError: there are tenants, figures move with the requests of each of them, and the requester is no operator. So do
-            sums over many requests: who sends all but one of them learns the size of that one.
+        PolicyError: there are tenants, the figures change with the requests of each of them, and the requester is not an
+            operator. Sums over many requests do so too: a client that sends all but one of them learns the size of that one.
     """
     state = state_of(request)
     gate = state.reader.gate
@@ -115,5 +115,5 @@ async def report_tenants(request: Request) -> Response:
     state.reader.gate.policy.check({"tenant-figures": Use(True, "the request")})
     state.reader.gate.check_operator(admission_of(request))
     if state.calls.tenants is None:
-        raise NotFoundError("This server asks for no API keys, so it knows of no tenants.", code="no_tenants")
+        raise NotFoundError("This server uses no API keys, so it knows no tenants.", code="no_tenants")
     return json_response(state.calls.tenants.report())

@@ -45,8 +45,8 @@ async def read_pdf(request: Request) -> Response:
     state = state_of(request)
     if state.pdf is None:
         raise NotFoundError(
-            "A sealed node reads no PDF: that takes a process, and its worker may start none. Turn it into text first, for "
-            "example with pdftotext.",
+            "A sealed node cannot read PDF files: that takes a process, and its worker may not start one. Turn it into "
+            "text first, for example with pdftotext.",
             code="no_pdf_reader",
         )
     parts = await state.off_the_loop(read_form, request.headers.get("content-type", ""), await request.body())

@@ -103,7 +103,7 @@ class DrainedReplica(msgspec.Struct, frozen=True):
     """A replica that gets no new requests.
 
     Attributes:
-        num_requests: requests that it still has, because no other replica had room; it ends them.
+        num_requests: requests that it still has, because no other replica had room; it finishes them.
     """
 
     replica: int
@@ -152,7 +152,9 @@ def _report(replica: ReplicaSnapshot, has_load: bool) -> ReplicaReport:
 
 @router.post("/v1/replicas/{index:int}/drain")
 async def drain(request: Request, index: int) -> Response:
-    """Moves the requests of a replica to others while they run, and gives it no new ones; not of the last one that is well."""
+    """Moves the requests of a replica to others while they run, and gives it no new ones. Refuses to drain the last healthy
+    one.
+    """
     state = _check_command(request)
     state.engine.check_drain(index)
     return json_response(DrainedReplica(index, await state.engine.drain_replica(index)))
@@ -190,7 +192,7 @@ def _check_command(request: Request) -> ServerState:
     """Returns the server's state.
 
     Raises:
-        PolicyError: the requester is no operator.
+        PolicyError: the requester is not an operator.
         InvalidRequestError: there is a body, which would do nothing.
     """
     state = _check_operator(request)
@@ -200,7 +202,7 @@ def _check_command(request: Request) -> ServerState:
 
 
 def _check_operator(request: Request) -> ServerState:
-    """Returns the server's state. Raises PolicyError if the requester is no operator."""
+    """Returns the server's state. Raises PolicyError if the requester is not an operator."""
     state = state_of(request)
     state.reader.gate.check_operator(admission_of(request))
     return state
