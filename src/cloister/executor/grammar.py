@@ -2,7 +2,7 @@
 
 After a token is chosen its grammar advances, and a helper thread computes the next mask during the next forward pass; what
 the helper has not begun, the engine's thread computes afterwards. It does so for a bounded time only: sequences whose masks
-are late then get no token in this step (`wait_for_masks`). The runner owns this state (plans hold no token ids): a resumed
+are late then get no token in this step (`MaskWait`). The runner owns this state (plans hold no token ids): a resumed
 sequence reads its tokens again, a forked one copies it.
 """
 
@@ -110,7 +110,7 @@ class GrammarState:
     Attributes:
         failure: why it cannot continue, or None.
         must_end: only EOS may follow, even if EOS is otherwise masked.
-        is_late: its mask is not there, and the step does not wait for it (`wait_for_masks`).
+        is_late: its mask is not there, and the step does not wait for it (`MaskWait`).
         cost: what the masks of its grammar take.
     """
 
@@ -136,6 +136,8 @@ class GrammarState:
         self._claim = threading.Lock()
         self._done = threading.Event()
         self._unread = unread or []
+        self._origin: GrammarState | None = None
+        self._copies: list[GrammarState] = []
 
     @property
     def num_words(self) -> int:
@@ -149,6 +151,7 @@ class GrammarState:
 
     def accept(self, token_id: int) -> None:
         """Advances by the chosen token."""
+        self._hand_out()
         if not self._matcher.accept([token_id]):
             self.failure = _TOO_COMPLEX
 
@@ -185,11 +188,15 @@ class GrammarState:
     @property
     def is_ready(self) -> bool:
         """Whether nobody has to wait for the mask."""
+        if self._origin is not None:
+            return self._origin.is_ready
         return not self._is_expected or self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for a thread that computes the mask, or computes it here, however long that takes; returns whether it is
         there."""
+        if self._origin is not None:
+            return self._origin.wait(timeout_s)
         self.look_ahead_if_unclaimed()
         return self._done.wait(timeout_s)
 
@@ -199,13 +206,28 @@ class GrammarState:
         return self._mask
 
     def copy(self) -> GrammarState:
-        """Returns a copy of this state for another sequence."""
-        self._wait()
-        copied = GrammarState(self._matcher.copy(), self._mask.copy(), self._eos, self._sampling, cost=self.cost)
-        copied.failure, copied.must_end = self.failure, self.must_end
+        """Returns a copy of this state for another sequence, without waiting: it has its mask when this one has it."""
+        copied = GrammarState(self._matcher, self._mask, self._eos, self._sampling, cost=self.cost)
+        copied._origin, copied.is_late = self, self.is_late
+        self._copies.append(copied)
+        if self.is_ready:
+            self._hand_out()
         return copied
 
+    def _hand_out(self) -> None:
+        """Gives copies what they are copies of, before this state goes on. No other thread may use it meanwhile."""
+        copies, self._copies = self._copies, []
+        if copies:
+            self._wait()
+        for copied in copies:
+            copied.failure, copied.must_end, copied._origin = self.failure, self.must_end, None
+            copied._mask = self._mask.copy()
+            if self.failure is None:  # else another thread may still be using it
+                copied._matcher = self._matcher.copy()
+
     def _wait(self) -> None:
+        if self._origin is not None:
+            self._origin._hand_out()
         if self._is_expected and not self.wait(MASK_TIMEOUT_S):
             self._fail()
         self._is_expected = False
@@ -454,28 +476,52 @@ def _look_ahead(states: Sequence[GrammarState]) -> None:
         state.look_ahead_if_unclaimed()
 
 
-def wait_for_masks(states: Sequence[GrammarState], clock: Clock, most_s: float | None) -> None:
-    """Waits for the masks of a step, and marks those that are late.
+class MaskWait:
+    """How long each step waits for masks, of all its sequences together. Called by the engine's thread.
 
-    First come those of grammars whose masks take least, so that others hold them up no longer than a step may wait; the helper
-    computes them meanwhile. At least one is waited for.
+    First come masks of grammars whose masks take least, so that others hold them up no longer than a step may wait; the helper
+    computes them meanwhile. In each step one is waited for however long it takes, if any is missing.
 
     Args:
-        most_s: for all of them together; None waits for all.
+        clock: measures how long a step waits.
     """
-    missing = []
-    for state in states:
-        state.is_late = False
-        if not state.is_ready:
-            missing.append(state)
-    if most_s is None or len(missing) < 2:
-        return  # `mask` waits
-    missing.sort(key=lambda state: state.cost.longest_s)
-    until_s = clock.now() + most_s
-    missing[0].mask()
-    for state in missing[1:]:
-        left_s = until_s - clock.now()
-        state.is_late = left_s <= 0.0 or not state.wait(left_s)
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left_s = MASK_WAIT_S
+        self._has_waited = False
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._left_s, self._has_waited = MASK_WAIT_S, False
+
+    def wait(self, states: Sequence[GrammarState], *, may_defer: bool) -> None:
+        """Waits for the masks of a part of the step, and marks those that are late.
+
+        Args:
+            may_defer: some may be late; False waits for all, however long that takes.
+        """
+        missing = []
+        for state in states:
+            state.is_late = False
+            if not state.is_ready:
+                missing.append(state)
+        if not missing:
+            return
+        if not may_defer:
+            for state in missing:
+                state.mask()
+            return
+        missing.sort(key=lambda state: state.cost.longest_s)
+        until_s = self._clock.now() + self._left_s
+        if not self._has_waited:
+            self._has_waited = True
+            missing.pop(0).mask()
+        for state in missing:
+            if not state.is_ready:
+                left_s = until_s - self._clock.now()
+                state.is_late = left_s <= 0.0 or not state.wait(left_s)
+        self._left_s = max(0.0, until_s - self._clock.now())
 
 
 def mask_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:
