@@ -233,7 +233,11 @@ class ScriptedCompiler:
             raise InvalidRequestError("no")
         if grammar.source == "crash":
             raise ZeroDivisionError("with the client's words")
+        if grammar.source == "panic at first":
+            raise Panic("with the client's words")
         matcher = self._compiler.compile(REGEX)
+        if grammar.source.startswith("panic in "):
+            return PanickingIn(matcher, grammar.source.removeprefix("panic in "))
         return {"break": Breaking, "burst": Bursting, "panic": Panicking, "slow": Slow}.get(
             grammar.source, lambda found: found
         )(matcher)
@@ -280,6 +284,37 @@ class Panicking(Breaking):
         return True
 
 
+class PanickingIn:
+    """Fails in one of its methods, after some calls of it in each copy."""
+
+    def __init__(self, matcher, method, num_left=None):
+        self._matcher, self._method = matcher, method
+        self._num_left = {"copy": 0, "copy later": 1}.get(method, 4) if num_left is None else num_left
+
+    def _call(self, method):
+        if method == self._method.removesuffix(" later"):
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise Panic("with the client's words")
+
+    @property
+    def is_complete(self):
+        self._call("is_complete")
+        return self._matcher.is_complete
+
+    def accept(self, token_ids):
+        self._call("accept")
+        return self._matcher.accept(token_ids)
+
+    def fill(self, mask):
+        self._call("fill")
+        return self._matcher.fill(mask)
+
+    def copy(self):
+        self._call("copy")
+        return PanickingIn(self._matcher.copy(), self._method, self._num_left)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -288,11 +323,17 @@ class Panicking(Breaking):
         ("break", "too much work"),
         ("burst", "too much work"),
         ("panic", "too much work"),
+        ("panic at first", "Panic"),
+        ("panic in accept", "too much work"),
+        ("panic in is_complete", "too much work"),
+        ("panic in fill", "too much work"),
+        ("panic in copy", "too much work"),
     ],
 )
-def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words):
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words, n):
     grammars = Grammars(ScriptedCompiler(compiler))
-    requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault)), make("drawn")]
+    requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault), n=n), make("drawn")]
     reasons = {}
     found, _ = answer(compiler, requests, program, grammars=grammars, reasons=reasons)
     assert found["greedy", 0] == alone["greedy", 0]
@@ -300,6 +341,16 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
     assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
+
+
+def test_a_panic_while_an_answer_forks_ends_its_request_alone(compiler, program, alone):
+    forked = make("bad", Grammar(GrammarKind.REGEX, "panic in copy later"), n=3)
+    reasons = {}
+    requests = [make("greedy", temperature=0), forked]
+    found, _ = answer(compiler, requests, program, grammars=Grammars(ScriptedCompiler(compiler)), reasons=reasons)
+    assert found["greedy", 0] == alone["greedy", 0]
+    assert reasons["bad"] is FinishReason.UNSUPPORTED
+    assert "too much work" in found["bad", 0][1]
 
 
 @pytest.mark.parametrize("kind", [Panic, SystemExit])

@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -147,28 +148,34 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow the tokens so far. Must not be called while a mask is computed."""
-        return self.failure is None and self._matcher.is_complete
+        is_known = False
+        with _failing_alone():
+            is_complete, is_known = self._matcher.is_complete, True
+        if not is_known:
+            self._fail()
+        return self.failure is None and is_complete
 
     def accept(self, token_id: int) -> None:
         """Advances by the chosen token."""
         self._hand_out()
-        if not self._matcher.accept([token_id]):
+        is_accepted = False
+        with _failing_alone():
+            is_accepted = self._matcher.accept([token_id])
+        if not is_accepted:
             self.failure = _TOO_COMPLEX
 
     def look_ahead(self) -> None:
         """Computes the mask, in one thread at a time. Never raises, because the job also serves other sequences."""
         began_s = time.perf_counter()
         unread, self._unread = self._unread, []
+        is_known = False
         try:
-            is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
-        except (KeyboardInterrupt, SystemExit):
-            self._fail()
-            raise
-        except BaseException:  # a panic of a library in Rust is no Exception
-            is_known = False
-        if not is_known:
-            self._fail()
-        elif self._sampling.ignore_eos or self._sampling.min_tokens:
+            with _failing_alone():
+                is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
+        finally:
+            if not is_known:
+                self._fail()
+        if is_known and (self._sampling.ignore_eos or self._sampling.min_tokens):
             self._keep_eos_back()
         self.cost.longest_s = max(self.cost.longest_s, time.perf_counter() - began_s)
 
@@ -222,8 +229,15 @@ class GrammarState:
         for copied in copies:
             copied.failure, copied.must_end, copied._origin = self.failure, self.must_end, None
             copied._mask = self._mask.copy()
-            if self.failure is None:  # else another thread may still be using it
-                copied._matcher = self._matcher.copy()
+            if self.failure is not None:
+                continue  # another thread may still be using the matcher
+            own = None
+            with _failing_alone():
+                own = self._matcher.copy()
+            if own is None:
+                copied._fail()
+            else:
+                copied._matcher = own
 
     def _wait(self) -> None:
         if self._origin is not None:
@@ -248,6 +262,17 @@ class GrammarState:
         self.must_end = not others.any()
         if self._sampling.ignore_eos and not self.must_end:
             self._mask = others
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """Suppresses what the library raises, whose text may contain user content. A panic of a library in Rust is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        return
 
 
 class CompileTime:
@@ -426,7 +451,12 @@ class Grammars:
         except FutureTimeoutError:
             self.give_up(grammar)
             raise InvalidRequestError(TOO_SLOW) from None
-        state = GrammarState(matcher.copy(), mask.copy(), self._eos, sampling, token_ids, cost)
+        own = None
+        with _failing_alone():
+            own = matcher.copy()
+        if own is None:
+            raise InvalidRequestError(_TOO_COMPLEX)
+        state = GrammarState(own, mask.copy(), self._eos, sampling, token_ids, cost)
         if token_ids or sampling.ignore_eos or sampling.min_tokens:
             self.look_ahead([state])
         return state
@@ -457,9 +487,9 @@ class Grammars:
             began_s = time.perf_counter()
             is_filled = matcher.fill(mask)
             cost = MaskCost(time.perf_counter() - began_s)
-        except CloisterError:
+        except (CloisterError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # its text may contain user content
+        except BaseException as error:  # a panic is no Exception; its text may contain user content
             raise InvalidRequestError(f"the grammar cannot be compiled ({type(error).__name__}); {_SIMPLER}") from None
         if not is_filled:
             raise InvalidRequestError(_TOO_COMPLEX)
