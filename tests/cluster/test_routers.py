@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import cast
 
 import msgspec
 import pytest
@@ -13,11 +14,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cloister.cluster import ROUTERS, ReplicaSnapshot
+from cloister.cluster.replica_states import ReplicaStates
+from cloister.cluster.request_routing import RequestRouting
 from cloister.cluster.routers import Router, RouterContext
 from cloister.kv import PrefixKeys
 from cloister.types.errors import ConfigError, QueueFullError
-from cloister.types.request import Request, SamplingParams
+from cloister.types.request import BeamSearch, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
+from tests.engine.fake_transport import MODEL
 
 BLOCK_SIZE = 16
 
@@ -261,3 +265,23 @@ def test_what_a_restarted_replica_had_cached_attracts_nothing() -> None:
 def test_an_unknown_router_is_an_error_that_lists_them() -> None:
     with pytest.raises(ConfigError, match="capacity_random, conductor, least_load, least_work, prefix_aware, round_robin"):
         ROUTERS.get("lpm")
+
+
+class HeldSearches:
+    """Two replicas: beam searches wait for their share at the first, and the second has a few requests."""
+
+    unavailable: frozenset[int] = frozenset()
+
+    def able(self, found: object = None, but: object = None) -> list[ReplicaSnapshot]:
+        searches = ReplicaSnapshot(0, num_requests=9, num_waiting=8, num_pending_tokens=800, num_held=8, num_held_tokens=800)
+        return [searches, ReplicaSnapshot(1, num_requests=4, num_pending_tokens=40)]
+
+
+@pytest.mark.parametrize("name", ["least_load", "prefix_aware", "conductor"])
+def test_searches_that_wait_for_their_share_keep_away_other_searches_only(name: str) -> None:
+    routing = RequestRouting(cast(ReplicaStates, HeldSearches()), lambda model: make(name), BLOCK_SIZE)
+    routing.connect(MODEL)
+    search = msgspec.structs.replace(ask([2] * 40), sampling=SamplingParams(beams=BeamSearch(width=4)))
+    assert [routing.place(request).index for request in (ask([1] * 40), search)] == [0, 1]
+    replicas = HeldSearches().able()
+    assert [routing.place_decode(request, replicas) for request in (ask([1] * 40), search)] == [0, 1]

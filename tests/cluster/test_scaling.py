@@ -5,14 +5,18 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cloister.cluster import ReplicaSet, ReplicaSnapshot
 from cloister.cluster.action_log import ActionLog
+from cloister.cluster.controllers import LoadLevelling
+from cloister.cluster.replica_scaling import ReplicaScaling
 from cloister.cluster.replica_states import ClusterConfig, ScalingConfig
 from cloister.cluster.rolling_update import EngineRelease
 from cloister.cluster.scaling import GONE, ReplicaAddition, ReplicaRemoval, ScalingController, choose_first
@@ -80,6 +84,38 @@ def test_one_is_added_after_a_while_in_which_requests_wait_or_nothing_is_free(bu
     assert watch.look(busy, stopped(), times=2) == []
     assert watch.look(CALM, stopped()) == []
     assert watch.look(busy, stopped(), times=2) == [], "it was calm between"
+
+
+def test_searches_that_wait_for_their_share_add_no_replica_and_flip_no_role() -> None:
+    held = ReplicaSnapshot(0, num_slots=8, num_requests=5, num_waiting=4, num_held=4)
+    idle = ReplicaSnapshot(1, num_slots=8)
+    begun: list[str] = []
+
+    def look(replicas: list[ReplicaSnapshot]) -> list[str]:
+        states: Any = SimpleNamespace(
+            clients=[], standby=set(), roles=["mixed", "mixed"], stopped=set(), snapshots=lambda: number(replicas)
+        )
+        rest: Any = SimpleNamespace(log_moves=lambda: None, places={}, set_role=lambda index, role: None)
+
+        def begin(task: Coroutine[None, None, None], name: str) -> None:
+            task.close()
+            begun.append(name)
+
+        begun.clear()
+        scaling = ReplicaScaling(
+            states, rest, rest, rest, rest, rest, ScalingConfig(num_min=1), random.Random(1), begin, lambda: False
+        )
+        levelling = LoadLevelling(states, rest, rest, rest, random.Random(1), begin, lambda: False)
+        for second in range(10):
+            scaling._look(float(second))
+            levelling._look(float(second))
+        return begun[:]
+
+    assert look([held, stopped()]) == []
+    assert look([replace(held, num_held=0), stopped()])[0] == "addition of a replica"
+    with_roles = [with_role("prefill", held), with_role("decode", idle), with_role("decode", idle)]
+    assert look(with_roles) == []
+    assert look([replace(with_roles[0], num_held=0), *with_roles[1:]])[0] == "flip"
 
 
 def test_a_burst_that_another_replica_can_take_adds_nothing() -> None:

@@ -32,7 +32,7 @@ from cloister.types.events import (
     end_output,
 )
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, ImageTile
-from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.request import BeamSearch, FinishReason, Request, SequenceOutput
 from cloister.types.scope import LOCAL_SCOPE
 from tests.engine.fake_transport import MODEL, FakeTransport, opened_client
 from tests.engine.replica import make_request
@@ -51,8 +51,8 @@ class Front:
         self.client = opened_client(transport, self.clock, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
         self.client.subscribe(self.events.append)
 
-    def submit(self, n: int = 1, images: tuple[ImageTile, ...] = ()) -> Request:
-        request = msgspec.structs.replace(make_request(n=n), images=images)
+    def submit(self, n: int = 1, images: tuple[ImageTile, ...] = (), beams: BeamSearch | None = None) -> Request:
+        request = msgspec.structs.replace(make_request(n=n, beams=beams), images=images)
         self.client.submit(request, self.outputs.append)
         return request
 
@@ -203,7 +203,7 @@ def test_searches_that_wait_for_their_share_do_not_close_the_door_while_slots_ar
     step = Stepped(0.0, 0.1, 1, 1, num_running=2, num_waiting=1, num_used_blocks=3, num_cached_blocks=0, num_total_blocks=8,
                    num_held=1)  # fmt: skip
     front.client.receive(Outputs([], [step]))
-    assert (front.client.snapshot().num_queued, front.client.snapshot().num_slots) == (1, 4)
+    assert (front.client.snapshot().num_queued, front.client.snapshot().num_slots) == (0, 4)
     for _ in range(3):  # what waits for a search counts as waiting, beside three free slots
         assert front.client.snapshot().is_accepting
         front.submit()
@@ -212,6 +212,26 @@ def test_searches_that_wait_for_their_share_do_not_close_the_door_while_slots_ar
     front.client.receive(Outputs([], [msgspec.structs.replace(step, num_waiting=2)]))
     assert front.client.snapshot().num_slots == 2
     assert not front.client.snapshot().is_accepting
+
+
+def test_searches_that_wait_for_their_share_are_no_load_for_who_is_no_search() -> None:
+    front = Front(max_waiting=8, max_num_seqs=4)
+    running, *held = [front.submit(beams=BeamSearch(width=2)) for _ in range(3)]
+    front.start(running)
+    step = Stepped(0.0, 0.1, 1, 1, num_running=2, num_waiting=2, num_used_blocks=3, num_cached_blocks=0, num_total_blocks=8,
+                   num_held=2)  # fmt: skip
+    front.client.receive(Outputs([], [step]))
+    plain = front.submit()
+    found = front.client.snapshot()
+    assert (found.num_requests, found.num_waiting, found.num_queued, found.num_held) == (4, 3, 0, 2)
+    assert found.num_held_tokens == sum(len(request.token_ids) for request in held)
+    met = found.without_held()
+    assert (met.num_requests, met.num_waiting, met.num_held) == (2, 1, 0)
+    assert met.num_pending_tokens == len(running.token_ids) + len(plain.token_ids)
+    assert [each.request_id for each in front.client.request_snapshots() if each.is_held] == [r.request_id for r in held]
+    for request in held:  # no step follows
+        front.end(request)
+    assert (front.client.snapshot().num_held, front.client.snapshot().num_waiting) == (0, 1)
 
 
 def test_an_engine_without_requests_has_no_load_whatever_its_last_step_left() -> None:

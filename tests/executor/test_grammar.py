@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 from collections import deque
-from concurrent.futures import Executor, Future
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from cloister.backends.base import Capability
 from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor import grammar as grammar_module
-from cloister.executor.grammar import make_thread, mask_tokens
+from cloister.executor.grammar import mask_tokens
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
@@ -33,6 +32,7 @@ from cloister.types.step import Stop
 from tests.engine.replica import EOS, VOCAB_SIZE
 from tests.history_program import HistoryProgram
 from tests.samplers import KERNELS, DrawingHistoryProgram
+from tests.slow_grammars import SLOW, HurriedWatch, Watch, idle_helper
 from tests.thinning import cover
 from tests.tree_history import DrawingTreeProgram, Erratic, Prophet, TreeHistoryProgram
 
@@ -138,6 +138,7 @@ def company():
         make("greedy", temperature=0),
         make("drawn"),
         make("forked", n=3),
+        make("forked later", n=3, min_tokens=20),
         make("free", None, ignore_eos=True, max_tokens=60),
         make("patient", min_tokens=60, logprobs=2),
         make("biased", logit_bias={ord("a"): 5.0}, presence_penalty=1.0),
@@ -232,7 +233,11 @@ class ScriptedCompiler:
             raise InvalidRequestError("no")
         if grammar.source == "crash":
             raise ZeroDivisionError("with the client's words")
+        if grammar.source == "panic at first":
+            raise Panic("with the client's words")
         matcher = self._compiler.compile(REGEX)
+        if grammar.source.startswith("panic in "):
+            return PanickingIn(matcher, grammar.source.removeprefix("panic in "))
         return {"break": Breaking, "burst": Bursting, "panic": Panicking, "slow": Slow}.get(
             grammar.source, lambda found: found
         )(matcher)
@@ -279,6 +284,37 @@ class Panicking(Breaking):
         return True
 
 
+class PanickingIn:
+    """Fails in one of its methods, after some calls of it in each copy."""
+
+    def __init__(self, matcher, method, num_left=None):
+        self._matcher, self._method = matcher, method
+        self._num_left = {"copy": 0, "copy later": 1}.get(method, 4) if num_left is None else num_left
+
+    def _call(self, method):
+        if method == self._method.removesuffix(" later"):
+            self._num_left -= 1
+            if self._num_left < 0:
+                raise Panic("with the client's words")
+
+    @property
+    def is_complete(self):
+        self._call("is_complete")
+        return self._matcher.is_complete
+
+    def accept(self, token_ids):
+        self._call("accept")
+        return self._matcher.accept(token_ids)
+
+    def fill(self, mask):
+        self._call("fill")
+        return self._matcher.fill(mask)
+
+    def copy(self):
+        self._call("copy")
+        return PanickingIn(self._matcher.copy(), self._method, self._num_left)
+
+
 @pytest.mark.parametrize(
     ("fault", "words"),
     [
@@ -287,11 +323,17 @@ class Panicking(Breaking):
         ("break", "too much work"),
         ("burst", "too much work"),
         ("panic", "too much work"),
+        ("panic at first", "Panic"),
+        ("panic in accept", "too much work"),
+        ("panic in is_complete", "too much work"),
+        ("panic in fill", "too much work"),
+        ("panic in copy", "too much work"),
     ],
 )
-def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words):
+@pytest.mark.parametrize("n", [1, 3])
+def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, fault, words, n):
     grammars = Grammars(ScriptedCompiler(compiler))
-    requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault)), make("drawn")]
+    requests = [make("greedy", temperature=0), make("bad", Grammar(GrammarKind.REGEX, fault), n=n), make("drawn")]
     reasons = {}
     found, _ = answer(compiler, requests, program, grammars=grammars, reasons=reasons)
     assert found["greedy", 0] == alone["greedy", 0]
@@ -299,6 +341,16 @@ def test_a_grammar_that_fails_leaves_others_alone(compiler, program, alone, faul
     assert reasons["bad"] is FinishReason.UNSUPPORTED
     assert words in found["bad", 0][1]
     assert "client" not in found["bad", 0][1]
+
+
+def test_a_panic_while_an_answer_forks_ends_its_request_alone(compiler, program, alone):
+    forked = make("bad", Grammar(GrammarKind.REGEX, "panic in copy later"), n=3)
+    reasons = {}
+    requests = [make("greedy", temperature=0), forked]
+    found, _ = answer(compiler, requests, program, grammars=Grammars(ScriptedCompiler(compiler)), reasons=reasons)
+    assert found["greedy", 0] == alone["greedy", 0]
+    assert reasons["bad"] is FinishReason.UNSUPPORTED
+    assert "too much work" in found["bad", 0][1]
 
 
 @pytest.mark.parametrize("kind", [Panic, SystemExit])
@@ -318,16 +370,6 @@ def raiser(kind):
     return fail
 
 
-class Watch:
-    """A clock that stands still, but for the masks of grammars that take long."""
-
-    def __init__(self):
-        self.now_s = 0.0
-
-    def now(self):
-        return self.now_s
-
-
 class Slow(Breaking):
     """Takes 20 ms for each mask."""
 
@@ -345,13 +387,6 @@ class Slow(Breaking):
         return self._matcher.fill(mask)
 
 
-class Idle(Executor):
-    """A helper that never has its turn."""
-
-    def submit(self, work, *args):
-        return Future()
-
-
 @pytest.fixture
 def watch(monkeypatch):
     watch = Watch()
@@ -363,13 +398,6 @@ def watch(monkeypatch):
 def busy(compiler):
     """Grammars whose masks nobody computes but the engine's thread."""
     return Grammars(ScriptedCompiler(compiler), idle_helper)
-
-
-def idle_helper(name):
-    return Idle() if name == "cloister-grammar" else make_thread(name)
-
-
-SLOW = Grammar(GrammarKind.REGEX, "slow")
 
 
 @pytest.mark.parametrize("depth", [1, 2])
@@ -395,6 +423,26 @@ def test_masks_that_take_long_hold_up_a_step_for_a_bounded_time_and_change_no_to
     assert num_deferred > 100
     steps_s = [after - before for before, after in pairwise(took_s)]
     assert max(steps_s) <= 0.04 + 1e-9  # one that is waited for in each part of the step: its tokens come from logits, or not
+
+
+@pytest.mark.parametrize(("more", "depth"), cover([{}, {"prompt_logprobs": 0}], [1, 2]))
+def test_answers_that_fork_hold_up_a_step_no_longer_than_others(compiler, program, watch, depth, more):
+    def requests(grammar):
+        return [make(f"forked {seed}", grammar, n=3, min_tokens=20, seed=seed, **more) for seed in range(5)]
+
+    expected = {key: one for request in requests(REGEX) for key, one in answer(compiler, [request], program)[0].items()}
+    grammars, took_s, num_forked = busy(compiler), [], set()
+    grammars.open(SLOW, SamplingParams(), [])
+    took_s.append(watch.now_s)
+
+    def see(result):
+        took_s.append(watch.now_s)
+        num_forked.add(len(result.deferred))
+
+    found, _ = answer(compiler, requests(SLOW), program, grammars=grammars, depth=depth, clock=watch, see=see)
+    assert found == expected
+    assert max(num_forked) > 10, "all answers fork in a few steps, and nearly all of them wait for a mask"
+    assert max(after - before for before, after in pairwise(took_s)) <= 0.02 + 1e-9
 
 
 def test_a_quick_grammar_gets_a_token_in_every_step_beside_slow_ones(compiler, program, watch):
@@ -423,15 +471,10 @@ def test_tokens_are_the_same_if_masks_are_late_in_any_company(compiler, program,
         nonlocal num_deferred
         num_deferred += len(result.deferred)
 
-    class Hurried(Watch):
-        def now(self):
-            self.now_s += 1.0
-            return self.now_s
-
     grammars = Grammars(compiler, idle_helper)
     together, num_preempted = answer(
         compiler, company(), program, num_blocks=num_blocks, max_tokens=max_tokens, depth=depth, grammars=grammars,
-        clock=Hurried(), see=see,
+        clock=HurriedWatch(), see=see,
     )  # fmt: skip
     assert together == alone
     assert num_deferred > 100

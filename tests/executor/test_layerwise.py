@@ -19,6 +19,7 @@ from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import FinishReason, PoolingParams, Request, SamplingParams
 from tests.adapter_factory import random_adapter
 from tests.driving import RandomWeights, make_spec
+from tests.slow_grammars import SLOW, HurriedWatch, make_slow
 
 NATIVE = ["native"] if why_no_kernels() is None else []
 SPEC = make_spec(hidden=48, intermediate=64, heads=(4, 2), head_dim=16, num_layers=12, vocab=128)
@@ -38,14 +39,16 @@ class Engine:
     """
 
     def __init__(
-        self, backend: str, num_blocks: int, longest: int = 0, *, max_tokens: int = 64, max_len: int = 1024, **options
-    ):
+        self, backend: str, num_blocks: int, longest: int = 0, *, max_tokens: int = 64, max_len: int = 1024, grammars=None,
+        clock=None, **options,
+    ):  # fmt: skip
         maker = BACKENDS.get(backend)(num_threads=1, device="cpu", **{"dtype": "float32", **options})
         self.program = maker.build(SPEC, RandomWeights(SPEC), KVLayout(num_blocks, SIZE))
         self.adapters: dict[str, int] = {}
         self.runner = ModelRunner(
-            self.program, vocab_size=128, max_model_len=max(max_len, longest), block_size=SIZE, adapters=self.adapters
-        )
+            self.program, vocab_size=128, max_model_len=max(max_len, longest), block_size=SIZE, adapters=self.adapters,
+            grammars=grammars, clock=clock,
+        )  # fmt: skip
         config = SchedulerConfig(
             max_model_len=max_len, max_num_seqs=8, budget=BudgetConfig(max_tokens), max_prefill_only_len=longest
         )
@@ -53,6 +56,7 @@ class Engine:
         self.scheduler = Scheduler(config, BlockPool(num_blocks, SIZE), PrefixKeys("model", SIZE), cells=cells)
         self.found: dict[str, list[object]] = {}
         self.events: list[object] = []
+        self.deferred: list[str] = []
         self.now = 0.0
 
     def add(self, name: str, tokens: list[int], sampling=ONE_TOKEN, pooling=None, adapter=None):
@@ -67,6 +71,7 @@ class Engine:
             return False
         names = {sequence.seq_id: name for name, state in self.scheduler.requests.items() for sequence in state.sequences}
         result = self.runner.run(plan)
+        self.deferred += [names[seq_id] for seq_id in sorted(result.deferred)]
         starts = {part.seq_id: part.start if part.layerwise is None else part.layerwise.first_of_last_layer(part.start)
                   for part in plan.sequences}  # fmt: skip
         for sample in result.samples:
@@ -199,6 +204,50 @@ def test_a_preempted_prompt_begins_anew(backend):
     engine.run()
     assert [event.request_id for event in engine.events if isinstance(event, Preempted)], "the test must be tight enough"
     assert engine.found["long"] == Engine(backend, 100).answer(LONG)
+
+
+@pytest.mark.parametrize("num_more", [0, 1, 6, 7])
+@pytest.mark.parametrize("scores", [None, 1])
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_mask_that_is_late_delays_a_prompt_of_one_layer_at_a_time_and_changes_no_bit(backend, num_more, scores):
+    watch = HurriedWatch()
+    prompt = LONG[: 392 + num_more]
+    one = SamplingParams(max_tokens=1, temperature=0, logprobs=3, prompt_logprobs=scores, min_tokens=1, grammar=SLOW)
+    stream = SamplingParams(max_tokens=90, temperature=0, min_tokens=90, ignore_eos=True, grammar=SLOW)
+    plain = Engine(backend, 100, grammars=make_slow(watch, 128), clock=watch).answer(prompt, one)
+    engine = Engine(backend, 60, longest=400, max_len=128, max_tokens=20, grammars=make_slow(watch, 128), clock=watch)
+    for name in ("stream", "other"):
+        engine.add(name, LONG[:20], stream)
+    engine.step()
+    engine.add("one", prompt, one)
+    engine.run()
+    assert in_order(engine.found["one"]) == in_order(plain)
+    assert engine.deferred.count("one") > 5 if scores is None else "one" not in engine.deferred
+
+
+def in_order(found):
+    """What a request got, scores first: in which order a step has them is not what is compared."""
+    return sorted(found, key=lambda entry: (isinstance(entry[0], list), entry[0]))
+
+
+@pytest.mark.parametrize("backend", NATIVE)
+def test_a_prompt_of_which_little_is_new_waits_for_its_mask(backend):
+    watch = HurriedWatch()
+    one = SamplingParams(max_tokens=1, temperature=0, logprobs=3, min_tokens=1, grammar=SLOW)
+    stream = SamplingParams(max_tokens=60, temperature=0, min_tokens=60, ignore_eos=True, grammar=SLOW)
+    prompt = LONG[:74]
+    plain = Engine(backend, 100, grammars=make_slow(watch, 128), clock=watch).answer(prompt, one)
+    engine = Engine(backend, 40, longest=400, max_len=72, grammars=make_slow(watch, 128), clock=watch)
+    engine.add("short", LONG[:70])
+    engine.run()
+    engine.add("stream", LONG[100:110], stream)
+    engine.step()
+    engine.add("one", prompt, one)
+    engine.run()
+    (start,) = [event for event in engine.events if isinstance(event, Scheduled) and event.request_id == "one"]
+    assert start.num_cached_tokens > len(prompt) - len(SPEC.layers), "as many positions as layers are computed, or more"
+    assert engine.found["one"] == plain
+    assert "one" not in engine.deferred
 
 
 @pytest.mark.parametrize("backend", NATIVE)

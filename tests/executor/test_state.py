@@ -16,6 +16,7 @@ from cloister.types.events import Ended, Preempted, Scheduled
 from cloister.types.request import BeamSearch, Request, SamplingParams
 from cloister.types.scope import Scope, ScopeKind
 from tests.driving import Driver, RandomWeights, make_spec
+from tests.slow_grammars import MASK_S, SLOW, Watch, make_slow
 from tests.thinning import thin
 from tests.tree_history import Erratic, Prophet
 
@@ -64,7 +65,7 @@ class Served:
 
     def __init__(
         self, name, *, num_blocks=400, num_states=60, num_seqs=6, max_tokens=24, answers=(), chains=False, prefix_cache=True,
-        num_threads=1,
+        num_threads=1, grammars=None, clock=None,
     ):  # fmt: skip
         groups = [
             KVGroup(num_states if group.is_state else num_blocks, group.layers, group.window, group.is_state)
@@ -97,8 +98,12 @@ class Served:
             block_size=BLOCK,
             drafters={"prophet": Prophet(answers, VOCAB, chains=chains)} if answers else {},
             groups=groups,
+            grammars=grammars,
+            clock=clock,
         )
-        self.num_preempted = self.num_hit = 0
+        self.num_preempted = self.num_hit = self.num_deferred = 0
+        self.waits_s = []
+        self._clock = clock
 
     def serve(self, requests):
         for request in requests:
@@ -108,7 +113,10 @@ class Served:
             plan = self.scheduler.plan(step * 0.01)
             if plan is None:
                 break
+            began_s = 0.0 if self._clock is None else self._clock.now_s
             result = self.runner.run(plan)
+            self.waits_s.append(0.0 if self._clock is None else self._clock.now_s - began_s)
+            self.num_deferred += len(result.deferred)
             result.elapsed_s = 0.01
             assert not result.failures
             for sample in result.samples:
@@ -220,6 +228,48 @@ def test_beams_find_the_same_answers(name):
     served = Served(name)
     served.serve(wishes(name)[:3] + requests)
     assert sorted(answer.token_ids for answer in served.scheduler.take_answers()) == sorted(alone)
+
+
+def guided_wishes(name):
+    """Prompts that end at every place of a block, half of them with a beginning that is known, and some that fork."""
+    rng = random.Random(4)
+    shared = [rng.randrange(VOCAB) for _ in range(41)]
+    for i in range(8 if name.startswith("native") else 4):
+        tail = [rng.randrange(VOCAB) for _ in range(i)]
+        sampling = SamplingParams(
+            temperature=0.0 if i % 2 else 0.9,
+            seed=i,
+            n=3 if i % 4 == 1 else 1,
+            max_tokens=8,
+            min_tokens=8 * (i % 3 == 1),
+            ignore_eos=True,
+            logprobs=1 if i == 2 else None,
+            grammar=SLOW,
+        )
+        yield Request(request_id=str(i), token_ids=shared + tail, sampling=sampling, scope=Scope(ScopeKind.LOCAL, b"a"))
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "num_blocks", "num_states"), thin([(24, 400, 60), (200, 400, 60), (200, 44, 60), (24, 400, 12)], 2)
+)
+@pytest.mark.parametrize("drafts", [False, True])
+def test_masks_that_take_long_hold_up_a_step_for_a_bounded_time_and_change_no_bit(
+    name, max_tokens, num_blocks, num_states, drafts
+):
+    watch, requests, expected = Watch(), list(guided_wishes(name)), {}
+    for request in requests:
+        alone = Served(name, max_tokens=200, prefix_cache=False, grammars=make_slow(watch, VOCAB), clock=watch)
+        expected |= alone.serve([request])
+    answers = [[*request.token_ids, *expected[request.request_id, 0][0]] for request in requests] if drafts else ()
+    served = Served(
+        name, max_tokens=max_tokens, num_blocks=num_blocks, num_states=num_states, answers=answers,
+        grammars=make_slow(watch, VOCAB), clock=watch,
+    )  # fmt: skip
+    for _ in range(2):  # the second time on states that were kept
+        assert served.serve(requests) == expected
+    assert served.num_hit
+    assert served.num_deferred > 100
+    assert drafts or max(served.waits_s) <= MASK_S + 1e-9
 
 
 def test_scopes_share_no_state(name):

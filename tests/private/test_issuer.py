@@ -194,3 +194,24 @@ def test_an_issuer_that_stood_still_goes_on_if_its_operator_says_so(tmp_path: Pa
     assert (status, max(key["not_before"] for key in json.loads(out)) // EPOCH_S) == (0, newest)
     assert f"warning: a key of week {newest} is made" in err
     assert show("--accept-keys", str(newest)) == show() == (0, out, "")
+
+
+def test_a_file_of_keys_is_replaced_whole_or_not_at_all(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    write_key(tmp_path / "issuer.key", PrivateKey.generate("issuer.example", Kind.NOTE))
+    now, written = time.time(), tmp_path / "keys.json"
+    KeyShelf(tmp_path / "state" / "keys", budget=1).turn(now - 2 * EPOCH_S)
+    verb = ["issuer", "--url", "http://127.0.0.1", "--key", str(tmp_path / "issuer.key"), "--state", str(tmp_path / "state")]
+
+    def run(*more: str) -> object:
+        with pytest.raises(SystemExit) as left:
+            main([*verb, "--out", str(written), *more])
+        return left.value.code
+
+    written.write_text("what a gateway reads")
+    assert run("--show-keys") == 1
+    assert run() == 1
+    assert "give both" in capfd.readouterr().err
+    assert written.read_text() == "what a gateway reads"
+    assert run("--show-keys", "--accept-keys", str(int(now + AHEAD_S) // EPOCH_S)) == 0
+    assert capfd.readouterr().out == ""
+    assert read_issuer_keys(written)

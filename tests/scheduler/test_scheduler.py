@@ -8,7 +8,7 @@ from cloister.scheduler.sequence import SequenceRecord, Status
 from cloister.types.events import Ended, Preempted, Progressed, Scheduled
 from cloister.types.request import FinishReason, Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE, Scope, ScopeKind
-from cloister.types.step import StepResult, Stop
+from cloister.types.step import Sample, StepResult, Stop
 from tests.checked_runner import CheckedRunner
 from tests.thinning import cover
 
@@ -258,13 +258,32 @@ def test_the_time_of_a_step_that_left_rows_out_teaches_nothing():
     scheduler, (seq_id,) = bench.scheduler, bench.scheduler._requests.running
     plans = [scheduler.plan(0.02), scheduler.plan(0.02)]
     assert [[part.start for part in plan.sequences] for plan in plans] == [[8], [9]]
-    learned = []
+    learned, left_out = [], set()
     for plan in [*plans, None]:
         plan = plan or scheduler.plan(0.03)
         assert plan.sequences[0].seq_id == seq_id
-        scheduler.commit(StepResult(plan_id=plan.plan_id, deferred={seq_id}, elapsed_s=0.01), {}, 0.03)
+        result = StepResult(plan_id=plan.plan_id, deferred={seq_id}, left_out=left_out, elapsed_s=0.01)
+        scheduler.commit(result, {}, 0.03)
         learned.append(scheduler.cost.num_learned)
+        left_out = {seq_id} - left_out
     assert learned == [2, 2, 3]  # the second one was made before it was known that the first one's token is late
+
+
+def test_positions_that_a_step_left_out_are_charged_to_nobody(monkeypatch):
+    bench = Bench()
+    charged = []
+    monkeypatch.setattr(bench.scheduler._policy, "charge", lambda sequence, *counts: charged.append(counts))
+    bench.add("a", 8, max_tokens=9)
+    scheduler = bench.scheduler
+    for left_out in (True, True, False):  # the last position of its prompt, then all that there is of it
+        plan = scheduler.plan(bench.now)
+        (part,) = plan.sequences
+        if left_out:
+            result = StepResult(plan_id=plan.plan_id, deferred={part.seq_id}, left_out={part.seq_id})
+        else:
+            result = StepResult(plan_id=plan.plan_id, samples=[Sample(part.seq_id, [5])])
+        scheduler.commit(result, {}, bench.now)
+    assert charged == [(7, 0), (0, 1)]
 
 
 def test_nothing_is_looked_up_where_there_is_no_prefix_cache():

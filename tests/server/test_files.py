@@ -9,6 +9,8 @@ import resource
 import threading
 import time
 from contextlib import asynccontextmanager, contextmanager
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -23,16 +25,20 @@ from starlette.testclient import TestClient
 from cloister.engine import EngineClient
 from cloister.policy import Credentials, Gate, Policy
 from cloister.server.app import _answer_error, create_app
-from cloister.server.errors import INTERNAL
+from cloister.server.errors import INTERNAL, OverloadedError
 from cloister.server.files import batches
 from cloister.server.files import store as shelves
 from cloister.server.files.batches import Batch, BatchRunner, read_lines
+from cloister.server.files.internal_requests import post
 from cloister.server.files.service import FileService, read_form
 from cloister.server.files.store import LIFETIME_S, FileStore, Owner, Shelf
 from cloister.server.files.vault import KEY_BYTES, DamagedError, StorageFullError, Vault, read_key
+from cloister.server.kept_content import charge_kept
+from cloister.server.load_shedding import BODY_CHARGE, BodyBudget
 from cloister.server.logs import public_error
 from cloister.server.routes import files as batch_routes
 from cloister.server.serve import ServerApp
+from cloister.server.state import ServerState, open_reading_threads
 from cloister.text import ChatTemplate, Tokenizer
 from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
@@ -598,13 +604,55 @@ def test_a_batch_that_is_cancelled_before_it_began_has_ended(tmp_path):
             output_id=store.shelf.new_id(),
             error_id=store.shelf.new_id(),
         )
-        runner = BatchRunner(store, shelf, make_gate(), None)
+        runner = BatchRunner(store, shelf, make_gate(), None, BodyBudget())
         runner.start(batch)
         await runner.cancel(batch)
         await runner.close()
         return batch.status
 
     assert asyncio.run(scenario()) == "cancelled"
+
+
+def test_a_line_of_a_batch_is_charged_as_a_body_with_what_it_names_until_it_has_ended():
+    budget, seen = BodyBudget(1 << 20), []
+
+    async def app(scope, receive, send):
+        charge = scope["state"][BODY_CHARGE]
+        state = replace(ServerState(None, None, None, None, threads=open_reading_threads(2)), body_charge=charge)
+        await state.off_the_loop(partial(charge_kept, 700_000))
+        seen.append(budget.num_bytes)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    def ask():
+        return asyncio.run(post(app, "/v1/responses", b"x" * 100_000, None, budget))
+
+    assert ask().status == 200
+    assert seen == [800_000]
+    assert budget.num_bytes == 0
+    other = budget.open("a network")
+    other.add(500_000)
+    other.is_whole = True
+    with pytest.raises(OverloadedError, match="no memory"):
+        ask()
+    assert budget.num_bytes == 500_000
+    other.add(500_000)
+    assert ask().status == 503, "a batch sends it again later"
+    assert budget.num_bytes == 1_000_000
+    assert len(seen) == 1
+
+
+def test_batches_and_other_requests_share_one_budget(model_path, tmp_path, monkeypatch):
+    networks = {}
+
+    class Watched(BodyBudget):
+        def open(self, network):
+            networks.setdefault(self, set()).add(network)
+            return super().open(network)
+
+    monkeypatch.setattr("cloister.server.app.BodyBudget", Watched)
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server, sdk_of(server) as sdk:
+        assert wait(sdk, begin(sdk, line("a"))).request_counts.completed == 1
+    assert list(networks.values()) == [{"127.0.0.0/24", ""}]
 
 
 def test_a_disk_that_fails_is_said_in_words(tmp_path):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import math
 import socket
 import ssl
 import time
@@ -16,13 +17,16 @@ from types import SimpleNamespace
 
 import httpx
 import msgspec
+import numpy as np
 import pytest
 
-from cloister.engine.mailbox import Mailbox, measure, wakeups_of
+from cloister.engine.mailbox import Mailbox, measure, pack, unpack, wakeups_of
 from cloister.engine.request_client import RequestClient
 from cloister.policy import Credentials, KeyQuota
+from cloister.private.workers.worker import LEAST_UNREAD_BYTES
 from cloister.server import unread_replies
 from cloister.server.connection import Connection
+from cloister.server.sampling import MAX_REPLY_LOGPROBS
 from cloister.server.serve import ServerApp
 from cloister.server.unread_replies import MIB, UnreadReplies, UnreadReply
 from cloister.types.config import ServerConfig
@@ -256,7 +260,7 @@ def test_a_stream_whose_client_pauses_is_whole(model_path, monkeypatch):
     with serving_script(model_path, engine) as server, begin(server, STREAM_HEAD) as connection:
         unread = server.uvicorn.config.http_protocol_class.unread
         wait_for(lambda: engine.pushing.done())
-        assert unread.num_bytes > 2 * MIB, "outputs wait for their client"
+        assert unread.num_bytes > MIB // 4, "outputs wait for their client"
         content = read_events(connection)
         assert content.count(b'"top_logprobs"') >= 2_000
         assert b"[DONE]" in content
@@ -445,3 +449,65 @@ def test_what_was_read_counts_no_longer_though_more_always_waits(has_logprobs):
         assert sum(held) == 0
 
     asyncio.run(main())
+
+
+def word(number, logprobs=None, index=0):
+    return SequenceOutput(
+        request_id="r" * 32, index=index, text=f" word{number}", token_ids=[100_000 + number], logprobs=logprobs,
+        num_prompt_tokens=1000, num_output_tokens=number + 1, num_cached_tokens=500,
+    )  # fmt: skip
+
+
+def top_20(number):
+    """As an engine makes them, in float32."""
+    values = np.log(np.linspace(0.5, 0.01, 20), dtype=np.float32).tolist()
+    tops = tuple((100_000 + number + place, value) for place, value in enumerate(values))
+    return [TokenLogprobs(100_000 + number, values[0], tops, b" word", (b" another",) * 20)]
+
+
+def test_the_largest_answer_with_log_probabilities_waits_whole_in_a_worker():
+    num_tokens, held = MAX_REPLY_LOGPROBS // 21, []
+
+    async def main():
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), hold=held.append)
+        mailbox.put(word(0))
+        tracemalloc.start()
+        before = tracemalloc.get_traced_memory()[0]
+        for number in range(1, num_tokens):
+            mailbox.put(word(number, top_20(number)))
+        taken = tracemalloc.get_traced_memory()[0] - before
+        tracemalloc.stop()
+        assert sum(held) <= LEAST_UNREAD_BYTES
+        assert taken < 1.2 * sum(held)
+        assert [await mailbox.get() for _ in range(num_tokens)] == [
+            word(0), *(word(number, top_20(number)) for number in range(1, num_tokens))
+        ]  # fmt: skip
+        assert sum(held) == 0
+
+    asyncio.run(main())
+
+
+def test_words_that_wait_are_packed_and_come_as_they_were():
+    held, num_words = [], 20_000
+
+    async def main():
+        mailbox = Mailbox(wakeups_of(asyncio.get_running_loop()), hold=held.append)
+        for number in range(num_words):
+            mailbox.put(word(number, index=number % 1000 // 500))
+        mailbox.put(msgspec.structs.replace(word(num_words), finish_reason=FinishReason.LENGTH))
+        assert sum(held) < 120 * num_words, "the objects take 400 bytes each"
+        pieces, num_items = [], 0
+        while len(pieces) <= num_words:
+            pieces += (await mailbox.get()).pieces
+            num_items += 1
+        assert [piece.num_output_tokens for piece in pieces] == list(range(1, num_words + 2))
+        assert pieces[:-1] == [word(number, index=number % 1000 // 500) for number in range(num_words)]
+        assert num_items < num_words / 50
+        assert sum(held) == 0
+
+    asyncio.run(main())
+
+
+def test_log_probabilities_that_float32_has_not_are_kept_too():
+    odd = [TokenLogprobs(1, -0.1, ((1, -0.1), (2, -math.inf)), b"", ())]
+    assert unpack(pack(word(1, odd)), "r" * 32) == word(1, odd)

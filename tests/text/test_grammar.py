@@ -656,3 +656,16 @@ def test_a_grammar_has_a_number_of_schemas():
         check_grammar(
             Grammar(GrammarKind.LARK, "start: " + " | ".join('%json {"multipleOf": 7}' for _ in range(17))), "grammar"
         )
+
+
+def test_a_panic_of_the_library_is_an_error_of_the_request(monkeypatch):
+    class Panic(BaseException):
+        pass
+
+    def fail(*args, **options):
+        raise Panic("with the client's words")
+
+    monkeypatch.setattr("cloister.text.grammar.checking.LLMatcher.validate_grammar_with_warnings", fail)
+    with pytest.raises(InvalidRequestError, match="can be followed here") as found:
+        check_grammar(Grammar(GrammarKind.REGEX, "[a-f]+"), "guided_regex")
+    assert "client" not in str(found.value)

@@ -41,12 +41,16 @@ def issuer(
     show_keys: Annotated[
         bool, typer.Option("--show-keys", help="Print the keys for the epoch file and a gateway, and exit.")
     ] = False,
+    out: Annotated[
+        Path | None, typer.Option(help="File that --show-keys writes to, whole or not at all.", metavar="FILE")
+    ] = None,
 ) -> None:
     """Issue tokens to holders of API keys, without being able to trace them.
 
     Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as in the epoch file, the period in which
-    it signs, when its tokens expire, their budget, and the signature of --key. Clients buy through the relay, sealed to a key
-    that only this process has: run a single one.
+    it signs, when its tokens expire, their budget, and the signature of --key. With --out they replace a file, but only if
+    there are some: `> FILE` empties it first. Clients buy through the relay, sealed to a key that only this process has: run a
+    single one.
     """
     from cloister.engine.machine import read_machine
     from cloister.policy import read_credentials
@@ -55,8 +59,10 @@ def issuer(
     from cloister.private.upstream import check_url
     from cloister.server.serve import address_of, bind
     from cloister.trust.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook
-    from cloister.trust.transparency.files import read_key
+    from cloister.trust.transparency.files import read_key, write_whole
 
+    if out is not None and not show_keys:
+        raise ConfigError("--out is where --show-keys writes to: give both, or leave it out", param="out")
     if (tls_cert is None) != (tls_key is None):
         raise ConfigError("a certificate and its key go together: give --tls-cert and --tls-key", param="tls_cert")
     url, identity = check_url(url, "url"), read_key(key)
@@ -66,7 +72,11 @@ def issuer(
         made = f"a new key for week {accept_keys} is made; clients that saw another one cannot buy tokens for eight days"
         typer.echo(f"warning: {made}: --accept-keys", err=True)
     if show_keys:
-        typer.echo(format_keys(shelf.turn(time.time()), url, identity), nl=False)
+        shown = format_keys(shelf.turn(time.time()), url, identity)
+        if out is None:
+            typer.echo(shown, nl=False)
+        else:
+            write_whole(out.expanduser(), shown)
         return
     read_credentials(api_keys)  # report an unreadable file now, not to the first client
     limits = IssuerLimits(tokens_per_epoch)

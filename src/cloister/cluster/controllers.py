@@ -93,7 +93,7 @@ class LoadLevelling:
                 self._look(asyncio.get_running_loop().time())
 
     def _look(self, now: float) -> None:
-        replicas = self._states.snapshots()
+        replicas = [replica.without_held() for replica in self._states.snapshots()]
         requests = {
             index: [request for request in client.request_snapshots() if request.request_id in self._moves.places]
             for index, client in enumerate(self._states.clients)

@@ -59,7 +59,7 @@ class PrefixCopies:
 
     def look(self) -> None:
         """Does what is due."""
-        self._perform(self._controller.decide(self._list_replicas(), self._clock.now()))
+        self._perform(self._controller.decide([each.without_held() for each in self._list_replicas()], self._clock.now()))
 
     def take_reply(self, index: int, reply: PrefixLeased) -> None:
         """A replica has a lease, or has none (any more)."""

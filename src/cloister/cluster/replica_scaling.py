@@ -77,7 +77,7 @@ class ReplicaScaling:
             await asyncio.sleep(SETTLE_S)
 
     def _look(self, now: float) -> None:
-        match self._controller.decide(self._states.snapshots(), now):
+        match self._controller.decide([replica.without_held() for replica in self._states.snapshots()], now):
             case ReplicaAddition(index):
                 self._begin(self._add(index), "addition of a replica")
             case ReplicaRemoval(index):

@@ -134,6 +134,7 @@ class ReplicaStates:
         """Returns the load of a replica."""
         own = self.clients[index].snapshot(index)
         requests = [] if self.lengths is None else self.clients[index].request_snapshots()
+        requests = [request for request in requests if not request.is_held]  # who comes waits for none of them
         return replace(
             own,
             num_sequences=sum(request.num_sequences for request in requests),

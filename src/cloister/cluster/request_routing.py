@@ -48,7 +48,7 @@ class RequestRouting:
         """
         accepting = self._states.candidates()
         if accepting and self._router is not None:
-            return self._router.place(request, accepting)
+            return self._router.place(request, _as_met_by(request, accepting))
         clients = self._states.clients
         others = [i for i in range(len(clients)) if i not in self._states.unavailable]
         running = [i for i in others if clients[i].closed is None]
@@ -68,6 +68,7 @@ class RequestRouting:
         accepting = self._states.candidates(found, excluding) if among is None else among
         if self._router is None or not accepting:
             return None
+        accepting = _as_met_by(found.request, accepting)
         if found.has_output and (index := self._router.place_decode(found.request, accepting)) is not None:
             return RoutingDecision(index)
         try:
@@ -77,7 +78,7 @@ class RequestRouting:
 
     def place_decode(self, request: Request, replicas: list[ReplicaSnapshot]) -> int | None:
         """Returns where a request goes on that has its first token; None if none of `replicas` computes answers."""
-        return None if self._router is None else self._router.place_decode(request, replicas)
+        return None if self._router is None else self._router.place_decode(request, _as_met_by(request, replicas))
 
     def note_copy(self, request: Request, index: int) -> None:
         """Called when a replica has loaded KV of a request's prompt from another one, and keeps it."""
@@ -88,3 +89,10 @@ class RequestRouting:
         """Called when a replica's engine has ended."""
         if self._router is not None:
             self._router.forget(index)
+
+
+def _as_met_by(request: Request, replicas: list[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
+    """Returns the loads that a request meets: beam searches that wait for their share delay other searches only."""
+    if request.sampling.beams is not None:
+        return replicas
+    return [replica.without_held() for replica in replicas]

@@ -233,7 +233,7 @@ class EngineClient(RequestClient):
 
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
-        step = self._requests.last_step
+        step, held = self._requests.last_step, self._requests.held_searches
         return ReplicaSnapshot(
             index=index,
             is_accepting=self.closed is None and not self._requests.holds_back and self._requests.has_room(),
@@ -241,7 +241,9 @@ class EngineClient(RequestClient):
             state=self.state,
             num_requests=len(self._requests),
             num_waiting=self._requests.num_waiting,
-            num_queued=0 if step is None else step.num_waiting,
+            num_held=len(held),
+            num_held_tokens=sum(len(found.request.token_ids) for found in held),
+            num_queued=0 if step is None else step.num_queued,
             num_pending_tokens=self._requests.num_pending_tokens,
             num_slots=self._config.max_num_seqs if step is None or not step.num_queued else max(1, step.num_running),
             num_used_blocks=0 if step is None else step.num_used_blocks,

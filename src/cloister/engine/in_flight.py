@@ -216,7 +216,7 @@ class InFlightRequest:
         """Whether its deadline has passed."""
         return now >= self.submitted_s + self.request.timeout_s
 
-    def snapshot(self) -> RequestSnapshot:
+    def snapshot(self, *, is_held: bool = False) -> RequestSnapshot:
         """Returns its progress."""
         return RequestSnapshot(
             request_id=self.request.request_id,
@@ -225,6 +225,7 @@ class InFlightRequest:
             num_sequences=len(self.open),
             priority=self.request.priority,
             has_slot=self.suspect.has_slot,
+            is_held=is_held,
         )
 
     def submission(self, now: float) -> Submit:
@@ -310,6 +311,16 @@ class InFlightRequests:
     def num_waiting(self) -> int:
         """Requests with a waiter that have not been scheduled yet."""
         return sum(1 for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
+
+    @property
+    def held_searches(self) -> list[InFlightRequest]:
+        """Beam searches that wait for the share of all searches: as many as the last step said, the latest of those that have
+        no slot."""
+        step = self.last_step
+        if step is None or not step.num_held:
+            return []
+        waiting = [r for r in self._by_id.values() if r.request.sampling.beams is not None and r.stats.scheduled_s is None]
+        return [r for r in waiting if r.sink is not None][-step.num_held :]
 
     @property
     def num_leaving(self) -> int:
@@ -510,7 +521,10 @@ class InFlightRequests:
 
     def snapshots(self) -> list[RequestSnapshot]:
         """Returns the progress of every request that something waits for, in the order of their arrival."""
-        return [found.snapshot() for found in self._by_id.values() if found.sink is not None]
+        held = {found.request.request_id for found in self.held_searches}
+        return [
+            found.snapshot(is_held=request_id in held) for request_id, found in self._by_id.items() if found.sink is not None
+        ]
 
     def _note_engine(self, found: InFlightRequest) -> None:
         found.stats.fingerprint = self.fingerprint or ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final, Literal, get_args
 
 Role = Literal["mixed", "prefill", "decode"]
@@ -39,7 +39,10 @@ class ReplicaSnapshot:
         state: how it is, for operators and controllers.
         num_requests: requests that it has, waiting ones included.
         num_waiting: requests without a slot yet.
-        num_queued: sequences without a slot after its last step, those that came from other replicas included.
+        num_held: beam searches of these that wait for the share of all searches, beside which slots may be free.
+        num_held_tokens: tokens of their prompts.
+        num_queued: sequences without a slot after its last step, those that came from other replicas included, but no searches
+            that wait for their share.
         num_pending_tokens: prompt tokens of requests without a first token.
         num_sequences: answers of its requests that have not ended; 0 if nothing predicts their lengths.
         num_slots: answers that it computes at once, fewer than configured if memory is short; 0 if unknown.
@@ -70,6 +73,8 @@ class ReplicaSnapshot:
     state: ReplicaState = "running"
     num_requests: int = 0
     num_waiting: int = 0
+    num_held: int = 0
+    num_held_tokens: int = 0
     num_queued: int = 0
     num_pending_tokens: int = 0
     num_sequences: int = 0
@@ -119,6 +124,19 @@ class ReplicaSnapshot:
         """Predicted time until one more request gets a slot."""
         return self.num_steps_to_slot * self.decode_s(self.num_slots)
 
+    def without_held(self) -> ReplicaSnapshot:
+        """Returns its load for a request that is no beam search: searches that wait for their share hold it up in nothing."""
+        if not self.num_held:
+            return self
+        return replace(
+            self,
+            num_requests=self.num_requests - self.num_held,
+            num_waiting=self.num_waiting - self.num_held,
+            num_pending_tokens=self.num_pending_tokens - self.num_held_tokens,
+            num_held=0,
+            num_held_tokens=0,
+        )
+
     @property
     def can_prefill(self) -> bool:
         """Whether it computes prompts."""
@@ -139,6 +157,7 @@ class RequestSnapshot:
         num_sequences: those that have not ended.
         priority: lower is more urgent.
         has_slot: it runs; False: it waits for its first slot, or again.
+        is_held: it is a beam search that waits for the share of all searches.
     """
 
     request_id: str
@@ -147,6 +166,7 @@ class RequestSnapshot:
     num_sequences: int = 1
     priority: int = 0
     has_slot: bool = True
+    is_held: bool = False
 
 
 @dataclass(slots=True)

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from cloister.backends.base import GREEDY, Capability, FloatArray, ForwardBatch, IntArray, MaskArray, Program, StepOutput, Wants
 from cloister.executor.drafter_group import DrafterGroup
 from cloister.executor.drafters import NOTHING, HiddenRows, VerifyFeedback
-from cloister.executor.grammar import DRAFT_MASKS_S, MASK_WAIT_S, wait_for_masks
+from cloister.executor.grammar import DRAFT_MASKS_S, MaskWait
 from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, row_slices, split_scored
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
@@ -40,8 +40,11 @@ class TokenGenerator:
         batch: the sequences of the runner.
         drafting: called with forks, and with the model's output of steps that it observes.
         tables: layout of block tables.
-        clock: measures how long a step waits for masks.
-        may_defer: a sequence whose mask is late may get its token in a later step.
+        clock: measures how long masks behind drafts take.
+        masks: how long a step waits for masks.
+
+    Attributes:
+        may_repeat: a sequence may compute its last position again, so that it may get its token in a later step.
     """
 
     def __init__(
@@ -53,9 +56,10 @@ class TokenGenerator:
         vocab_size: int,
         tables: TableLayout,
         clock: Clock,
-        may_defer: bool,
+        masks: MaskWait,
     ) -> None:
         self._clock = clock
+        self._masks = masks
         self._program = program
         self._executor = ProgramExecutor(program, vocab_size)
         self._batch = batch
@@ -64,8 +68,7 @@ class TokenGenerator:
         self._drafts = len(drafting) > 0
         self._shows_every = drafting.wants_every_hidden and Capability.EVERY_HIDDEN in program.capabilities
         # A state goes on with each position, and so do drafters that read all of them: neither can take one twice.
-        may_defer = may_defer and tables.state_group is None and not self._shows_every
-        self._mask_wait_s = MASK_WAIT_S if may_defer else None
+        self.may_repeat = tables.state_group is None and not self._shows_every
         self._draft_masks_left_s = DRAFT_MASKS_S
         self._can_show_hidden = drafting.wants_hidden and Capability.HIDDEN in program.capabilities
 
@@ -126,7 +129,7 @@ class TokenGenerator:
         children = []
         for fork in forks:
             child = self._batch.fork(fork.parent_id, fork.child_id, fork.index)
-            if child.failure is None and fork.parent_id not in found:
+            if child.failure is None and fork.parent_id not in found and not child.is_late:
                 raise EngineError(f"sequence {fork.parent_id} forks in a step in which it does not sample")
             self._drafting.fork(fork.parent_id, fork.child_id)
             if fork.parent_id in found:
@@ -357,8 +360,10 @@ class TokenGenerator:
     # Masks of grammars
 
     def _wait_for_masks(self, states: Sequence[SequenceState]) -> None:
-        """Waits for masks, for a bounded time where sequences may be deferred."""
-        wait_for_masks([state.grammar for state in states if state.grammar is not None], self._clock, self._mask_wait_s)
+        """Waits for masks, for a bounded time where sequences may compute a position again; elsewhere those that are late were
+        left out of the step."""
+        guided = [state.grammar for state in states if state.grammar is not None]
+        self._masks.wait(guided, may_defer=self.may_repeat)
 
     def _stack_masks(self, states: list[SequenceState]) -> MaskArray:
         """Returns the token mask of each sequence, [len(states), num_words]; all ones for one without a grammar, or whose mask

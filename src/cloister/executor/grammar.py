@@ -2,7 +2,7 @@
 
 After a token is chosen its grammar advances, and a helper thread computes the next mask during the next forward pass; what
 the helper has not begun, the engine's thread computes afterwards. It does so for a bounded time only: sequences whose masks
-are late then get no token in this step (`wait_for_masks`). The runner owns this state (plans hold no token ids): a resumed
+are late then get no token in this step (`MaskWait`). The runner owns this state (plans hold no token ids): a resumed
 sequence reads its tokens again, a forked one copies it.
 """
 
@@ -11,9 +11,10 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -110,7 +111,7 @@ class GrammarState:
     Attributes:
         failure: why it cannot continue, or None.
         must_end: only EOS may follow, even if EOS is otherwise masked.
-        is_late: its mask is not there, and the step does not wait for it (`wait_for_masks`).
+        is_late: its mask is not there, and the step does not wait for it (`MaskWait`).
         cost: what the masks of its grammar take.
     """
 
@@ -136,6 +137,8 @@ class GrammarState:
         self._claim = threading.Lock()
         self._done = threading.Event()
         self._unread = unread or []
+        self._origin: GrammarState | None = None
+        self._copies: list[GrammarState] = []
 
     @property
     def num_words(self) -> int:
@@ -145,27 +148,34 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow the tokens so far. Must not be called while a mask is computed."""
-        return self.failure is None and self._matcher.is_complete
+        is_known = False
+        with _failing_alone():
+            is_complete, is_known = self._matcher.is_complete, True
+        if not is_known:
+            self._fail()
+        return self.failure is None and is_complete
 
     def accept(self, token_id: int) -> None:
         """Advances by the chosen token."""
-        if not self._matcher.accept([token_id]):
+        self._hand_out()
+        is_accepted = False
+        with _failing_alone():
+            is_accepted = self._matcher.accept([token_id])
+        if not is_accepted:
             self.failure = _TOO_COMPLEX
 
     def look_ahead(self) -> None:
         """Computes the mask, in one thread at a time. Never raises, because the job also serves other sequences."""
         began_s = time.perf_counter()
         unread, self._unread = self._unread, []
+        is_known = False
         try:
-            is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
-        except (KeyboardInterrupt, SystemExit):
-            self._fail()
-            raise
-        except BaseException:  # a panic of a library in Rust is no Exception
-            is_known = False
-        if not is_known:
-            self._fail()
-        elif self._sampling.ignore_eos or self._sampling.min_tokens:
+            with _failing_alone():
+                is_known = (not unread or self._matcher.accept(unread)) and self._matcher.fill(self._mask)
+        finally:
+            if not is_known:
+                self._fail()
+        if is_known and (self._sampling.ignore_eos or self._sampling.min_tokens):
             self._keep_eos_back()
         self.cost.longest_s = max(self.cost.longest_s, time.perf_counter() - began_s)
 
@@ -185,11 +195,15 @@ class GrammarState:
     @property
     def is_ready(self) -> bool:
         """Whether nobody has to wait for the mask."""
+        if self._origin is not None:
+            return self._origin.is_ready
         return not self._is_expected or self._done.is_set()
 
     def wait(self, timeout_s: float) -> bool:
         """Waits for a thread that computes the mask, or computes it here, however long that takes; returns whether it is
         there."""
+        if self._origin is not None:
+            return self._origin.wait(timeout_s)
         self.look_ahead_if_unclaimed()
         return self._done.wait(timeout_s)
 
@@ -199,13 +213,35 @@ class GrammarState:
         return self._mask
 
     def copy(self) -> GrammarState:
-        """Returns a copy of this state for another sequence."""
-        self._wait()
-        copied = GrammarState(self._matcher.copy(), self._mask.copy(), self._eos, self._sampling, cost=self.cost)
-        copied.failure, copied.must_end = self.failure, self.must_end
+        """Returns a copy of this state for another sequence, without waiting: it has its mask when this one has it."""
+        copied = GrammarState(self._matcher, self._mask, self._eos, self._sampling, cost=self.cost)
+        copied._origin, copied.is_late = self, self.is_late
+        self._copies.append(copied)
+        if self.is_ready:
+            self._hand_out()
         return copied
 
+    def _hand_out(self) -> None:
+        """Gives copies what they are copies of, before this state goes on. No other thread may use it meanwhile."""
+        copies, self._copies = self._copies, []
+        if copies:
+            self._wait()
+        for copied in copies:
+            copied.failure, copied.must_end, copied._origin = self.failure, self.must_end, None
+            copied._mask = self._mask.copy()
+            if self.failure is not None:
+                continue  # another thread may still be using the matcher
+            own = None
+            with _failing_alone():
+                own = self._matcher.copy()
+            if own is None:
+                copied._fail()
+            else:
+                copied._matcher = own
+
     def _wait(self) -> None:
+        if self._origin is not None:
+            self._origin._hand_out()
         if self._is_expected and not self.wait(MASK_TIMEOUT_S):
             self._fail()
         self._is_expected = False
@@ -226,6 +262,17 @@ class GrammarState:
         self.must_end = not others.any()
         if self._sampling.ignore_eos and not self.must_end:
             self._mask = others
+
+
+@contextmanager
+def _failing_alone() -> Iterator[None]:
+    """Suppresses what the library raises, whose text may contain user content. A panic of a library in Rust is no Exception."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:
+        return
 
 
 class CompileTime:
@@ -404,7 +451,12 @@ class Grammars:
         except FutureTimeoutError:
             self.give_up(grammar)
             raise InvalidRequestError(TOO_SLOW) from None
-        state = GrammarState(matcher.copy(), mask.copy(), self._eos, sampling, token_ids, cost)
+        own = None
+        with _failing_alone():
+            own = matcher.copy()
+        if own is None:
+            raise InvalidRequestError(_TOO_COMPLEX)
+        state = GrammarState(own, mask.copy(), self._eos, sampling, token_ids, cost)
         if token_ids or sampling.ignore_eos or sampling.min_tokens:
             self.look_ahead([state])
         return state
@@ -435,9 +487,9 @@ class Grammars:
             began_s = time.perf_counter()
             is_filled = matcher.fill(mask)
             cost = MaskCost(time.perf_counter() - began_s)
-        except CloisterError:
+        except (CloisterError, KeyboardInterrupt, SystemExit):
             raise
-        except Exception as error:  # its text may contain user content
+        except BaseException as error:  # a panic is no Exception; its text may contain user content
             raise InvalidRequestError(f"the grammar cannot be compiled ({type(error).__name__}); {_SIMPLER}") from None
         if not is_filled:
             raise InvalidRequestError(_TOO_COMPLEX)
@@ -454,28 +506,52 @@ def _look_ahead(states: Sequence[GrammarState]) -> None:
         state.look_ahead_if_unclaimed()
 
 
-def wait_for_masks(states: Sequence[GrammarState], clock: Clock, most_s: float | None) -> None:
-    """Waits for the masks of a step, and marks those that are late.
+class MaskWait:
+    """How long each step waits for masks, of all its sequences together. Called by the engine's thread.
 
-    First come those of grammars whose masks take least, so that others hold them up no longer than a step may wait; the helper
-    computes them meanwhile. At least one is waited for.
+    First come masks of grammars whose masks take least, so that others hold them up no longer than a step may wait; the helper
+    computes them meanwhile. In each step one is waited for however long it takes, if any is missing.
 
     Args:
-        most_s: for all of them together; None waits for all.
+        clock: measures how long a step waits.
     """
-    missing = []
-    for state in states:
-        state.is_late = False
-        if not state.is_ready:
-            missing.append(state)
-    if most_s is None or len(missing) < 2:
-        return  # `mask` waits
-    missing.sort(key=lambda state: state.cost.longest_s)
-    until_s = clock.now() + most_s
-    missing[0].mask()
-    for state in missing[1:]:
-        left_s = until_s - clock.now()
-        state.is_late = left_s <= 0.0 or not state.wait(left_s)
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._left_s = MASK_WAIT_S
+        self._has_waited = False
+
+    def begin(self) -> None:
+        """Begins a step."""
+        self._left_s, self._has_waited = MASK_WAIT_S, False
+
+    def wait(self, states: Sequence[GrammarState], *, may_defer: bool) -> None:
+        """Waits for the masks of a part of the step, and marks those that are late.
+
+        Args:
+            may_defer: some may be late; False waits for all, however long that takes.
+        """
+        missing = []
+        for state in states:
+            state.is_late = False
+            if not state.is_ready:
+                missing.append(state)
+        if not missing:
+            return
+        if not may_defer:
+            for state in missing:
+                state.mask()
+            return
+        missing.sort(key=lambda state: state.cost.longest_s)
+        until_s = self._clock.now() + self._left_s
+        if not self._has_waited:
+            self._has_waited = True
+            missing.pop(0).mask()
+        for state in missing:
+            if not state.is_ready:
+                left_s = until_s - self._clock.now()
+                state.is_late = left_s <= 0.0 or not state.wait(left_s)
+        self._left_s = max(0.0, until_s - self._clock.now())
 
 
 def mask_tokens(scores: npt.NDArray[np.float32], rows: Sequence[int], masks: Sequence[MaskArray]) -> None:

@@ -47,6 +47,7 @@ class ScheduledSequence(msgspec.Struct):
         num_rows: rows of logits that this part needs: those of the prompt, the one to sample from, one for each draft.
         draft: the draft to verify.
         layer_rows: set for one layer of a prompt, which is then alone in its batch.
+        num_cut: last positions of the plan's part that are left to a later step.
     """
 
     plan: SequencePlan
@@ -56,6 +57,7 @@ class ScheduledSequence(msgspec.Struct):
     num_rows: int
     draft: Draft = NOTHING
     layer_rows: LayerRows | None = None
+    num_cut: int = 0
 
 
 class TableLayout(msgspec.Struct, frozen=True):
@@ -76,8 +78,15 @@ class TableLayout(msgspec.Struct, frozen=True):
     def running_state(self, part: ScheduledSequence) -> int:
         """Returns the block of a sequence's running state, that of the last entry that its plan names."""
         assert self.state_group is not None
-        last = (part.plan.start + part.plan.num_tokens - 1) // self.block_size
+        last = (part.plan.start + part.plan.num_tokens + part.num_cut - 1) // self.block_size
         return part.state.blocks[last * self.num_groups + self.state_group]
+
+    def snapshot_at_end(self, part: ScheduledSequence) -> int | None:
+        """Returns the block that shall have a copy of the state with which a part ends that was cut short; None for none."""
+        if self.state_group is None or not part.num_cut or part.end % self.block_size:
+            return None
+        block = part.state.blocks[(part.end // self.block_size - 1) * self.num_groups + self.state_group]
+        return block if block >= 0 else None
 
 
 def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = NOTHING) -> ScheduledSequence:
@@ -88,6 +97,17 @@ def schedule_sequence(plan: SequencePlan, state: SequenceState, draft: Draft = N
         num_prompt_rows = max(0, min(end, state.num_prompt_tokens - 1) - plan.start)
     num_samples = plan.num_samples if draft is NOTHING else 1 + len(draft.token_ids)
     return ScheduledSequence(plan, state, end, num_prompt_rows, num_prompt_rows + num_samples, draft)
+
+
+def cut_last(part: ScheduledSequence) -> ScheduledSequence | None:
+    """Returns a part without its last position, and so without a sample; None if it has no other."""
+    plan = part.plan
+    if part.end - plan.start == 1:
+        return None
+    shorter = msgspec.structs.replace(plan, num_tokens=plan.num_tokens - 1, num_samples=0, is_watched=False)
+    cut = schedule_sequence(shorter, part.state)
+    cut.num_cut = 1
+    return cut
 
 
 def row_slices(parts: Sequence[ScheduledSequence]) -> dict[int, slice]:

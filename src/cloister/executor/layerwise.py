@@ -135,4 +135,5 @@ def _plan_of(part: ScheduledSequence, chunk: _Chunk, *, is_last: bool) -> Sequen
         table_start=0,
         new_block_ids=[],
         num_samples=part.plan.num_samples if samples else 0,
+        layerwise=part.plan.layerwise,
     )

@@ -9,11 +9,11 @@ from functools import partial
 from cloister.backends.base import Capability, FloatArray, KVGroup, Program, SamplingMetadata
 from cloister.backends.vision import AnyVisionSpec
 from cloister.executor.drafter_group import DrafterGroup
-from cloister.executor.drafters import NOTHING, Drafter
+from cloister.executor.drafters import Drafter
 from cloister.executor.generation import TokenGenerator
-from cloister.executor.grammar import Grammars
+from cloister.executor.grammar import Grammars, MaskWait
 from cloister.executor.image_encoding import ImageEncoding
-from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_batch, schedule_sequence
+from cloister.executor.inputs import ScheduledSequence, TableLayout, cut_last, forward_batch, schedule_sequence
 from cloister.executor.layerwise import LayerwisePrefill
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
 from cloister.executor.state import BatchState, SequenceState
@@ -81,11 +81,18 @@ class ModelRunner:
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
+        self._masks = MaskWait(self._clock)
         make_generator = partial(
-            TokenGenerator, program, self._batch, vocab_size=vocab_size, tables=self._tables, clock=self._clock
+            TokenGenerator,
+            program,
+            self._batch,
+            vocab_size=vocab_size,
+            tables=self._tables,
+            clock=self._clock,
+            masks=self._masks,
         )
-        self._generator = make_generator(self._drafting, may_defer=True)
-        self._last_layer = make_generator(DrafterGroup({}, self._clock, takes_trees=False), may_defer=False)
+        self._generator = make_generator(self._drafting)
+        self._last_layer = make_generator(DrafterGroup({}, self._clock, takes_trees=False))
         self._layerwise = LayerwisePrefill(program, self._tables, self._generate_from_last_layer)
 
     def sampling_metadata(self, states: list[SequenceState], rows: list[int]) -> SamplingMetadata:
@@ -142,9 +149,9 @@ class ModelRunner:
             self.wipe_buffers()
         result = StepResult(plan_id=plan.plan_id)
         parts = [self._part(part) for part in plan.sequences]
-        if self._batch.num_guided and (behind := [part for part in parts if self._is_behind(part)]):
-            result.deferred = {part.state.seq_id for part in behind}
-            parts = [part for part in parts if part.state.seq_id not in result.deferred]
+        if self._batch.num_guided:
+            self._masks.begin()
+            parts = self._leave_out(parts, plan, result)
         if self._tables.ranges is not None:
             self._batch.map_blocks([part.state for part in parts])
         if self._drafts:
@@ -180,6 +187,8 @@ class ModelRunner:
     ) -> StepResult:
         if wait is not None:
             wait()
+        if self._tables.state_group is not None:
+            self._take_snapshots(parts)
         touched = [part.state for part in parts]
         touched += [self._batch[fork.child_id] for fork in plan.forks]
         if self._batch.num_guided:
@@ -192,17 +201,48 @@ class ModelRunner:
         result.elapsed_s = self._clock.now() - started_s
         return result
 
+    def _take_snapshots(self, parts: Sequence[ScheduledSequence]) -> None:
+        """Copies the states with which parts end that were cut short, where the next step was to keep them on its way."""
+        ends = [(part, self._tables.snapshot_at_end(part)) for part in parts if part.num_cut and part.state.failure is None]
+        copies = [(self._tables.running_state(part), block) for part, block in ends if block is not None]
+        if copies:
+            self._program.copy_blocks(copies)
+
     def _drafted(self, parts: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Returns the parts with their drafts."""
         going = [part for part in parts if part.state.failure is None and part.state.pool is None]
         pairs = [(part.plan, part.state) for part in going if part.plan.layerwise is None]
         self._drafting.follow(pairs)
         drafts = self._drafting.draft(pairs)
-        return (
-            [schedule_sequence(part.plan, part.state, drafts.get(part.plan.seq_id, NOTHING)) for part in parts]
-            if drafts
-            else parts
-        )
+        return [
+            schedule_sequence(part.plan, part.state, drafts[part.plan.seq_id]) if part.plan.seq_id in drafts else part
+            for part in parts
+        ]
+
+    def _leave_out(self, parts: list[ScheduledSequence], plan: StepPlan, result: StepResult) -> list[ScheduledSequence]:
+        """Returns the parts without the last positions of sequences that can get no token in this step, as it is known so far,
+        and defers these.
+
+        They are those whose token before is late; and, where no position can be computed twice, those whose mask is.
+        """
+        late = {part.state.seq_id for part in parts if self._is_behind(part)}
+        if not self._generator.may_repeat:
+            guided = [part.state for part in parts if _may_be_cut(part)]
+            missing = [state.grammar for state in guided if state.grammar is not None and not state.grammar.is_ready]
+            if len(missing) > 1:  # a single one is waited for during the step
+                self._masks.wait(missing, may_defer=True)
+                late |= {state.seq_id for state in guided if state.grammar in missing and state.is_late}
+        if not late:
+            return parts
+        result.left_out = late
+        result.deferred = late | {fork.child_id for fork in plan.forks if fork.parent_id in late}
+        going = []
+        for part in parts:
+            if part.state.seq_id not in late:
+                going.append(part)
+            elif (cut := cut_last(part)) is not None:
+                going.append(cut)
+        return going
 
     def _is_behind(self, part: ScheduledSequence) -> bool:
         """Whether the step before, of which the plan did not know the result, has deferred its last token."""
@@ -244,9 +284,13 @@ class ModelRunner:
         if part.state.pool is not None:
             result.embeddings |= self._pool([part])
             return
-        own = StepResult(plan_id=result.plan_id)
+        own, how = StepResult(plan_id=result.plan_id), part.plan.layerwise
+        may_repeat = how is not None and how.may_repeat and part.state.sampling.prompt_logprobs is None
+        if part.plan.num_samples and part.state.grammar is not None and not may_repeat:
+            self._masks.wait([part.state.grammar], may_defer=False)
         self._last_layer.start([part], [], own)
         result.samples += own.samples
+        result.deferred |= own.deferred
         for seq_id, entries in own.prompt_logprobs.items():
             result.prompt_logprobs.setdefault(seq_id, []).extend(entries)
 
@@ -278,3 +322,12 @@ class ModelRunner:
             state.blocks[start:] = array("i", plan.new_block_ids)
             state.unmapped_from = start if state.unmapped_from is None else min(start, state.unmapped_from)
         return schedule_sequence(plan, state)
+
+
+def _may_be_cut(part: ScheduledSequence) -> bool:
+    """Whether a part samples under a grammar, and its last position can wait for a later step."""
+    state = part.state
+    if state.grammar is None or state.failure is not None or not part.plan.num_samples or part.plan.layerwise is not None:
+        return False
+    # positions of an image that see each other are computed by one step
+    return state.images is None or not any(image.bidirectional and image.end >= part.end for image in state.images.tiles)

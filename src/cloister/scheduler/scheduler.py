@@ -402,20 +402,17 @@ class Scheduler:
         size = step.budget.size
         if self._draft_allocator is not None and step.choices:
             size = self._draft_allocator.release_rejected(step, result)
-        # The runner leaves out what was behind already, so such a step is shorter than its size says.
-        is_whole = not result.deferred or not any(
-            sequence.is_behind or sequence.status is not Status.RUNNING
-            for sequence, *_ in step.parts
-            if sequence.seq_id in result.deferred
-        )
+        is_whole = not result.left_out  # else it was shorter than its size says
         block_size = self.pool.block_size
         for sequence, start, end, num_prefill in step.parts:
             if sequence.status is Status.RUNNING:
-                self._policy.charge(sequence, num_prefill, end - start - num_prefill)
+                num_decode = end - start - num_prefill
+                if sequence.seq_id in result.left_out:
+                    num_prefill, num_decode = (num_prefill - 1, num_decode) if num_prefill else (0, num_decode - 1)
+                if num_prefill or num_decode:
+                    self._policy.charge(sequence, num_prefill, num_decode)
                 if sequence.seq_id in result.deferred:
-                    sequence.num_pending -= 1
-                    sequence.is_behind = True
-                    end = len(sequence.token_ids) - 1
+                    end = self._defer(sequence)
                 sequence.num_committed = end
                 if end // block_size > sequence.num_kept and sequence.seq_id not in result.failures:
                     self._requests.prefixes.keep_blocks(sequence)
@@ -426,7 +423,13 @@ class Scheduler:
                     sequence.is_behind = False
                     sequence.num_planned = end
         for sequence in step.forked:
-            if sequence.status is Status.RUNNING:  # its blocks are those that its parent had before it was committed
+            if sequence.status is Status.RUNNING:
+                if sequence.seq_id in result.deferred:
+                    sequence.num_committed = self._defer(sequence)
+                    sequence.num_kept = min(sequence.num_kept, sequence.num_committed // block_size)
+                    if not sequence.num_in_flight:
+                        sequence.is_behind, sequence.num_planned = False, sequence.num_committed
+                # its blocks are those that its parent had before it was committed
                 self._requests.prefixes.deduplicate(sequence, sequence.num_kept)
         for sample in result.samples:
             self._take_sample(sample, stops.get(sample.seq_id), now)
@@ -450,6 +453,13 @@ class Scheduler:
             if self._draft_allocator is not None:
                 self._draft_allocator.learn(step, size, result, elapsed_s)
         return self.take_events()
+
+    def _defer(self, sequence: SequenceRecord) -> int:
+        """Notes that a step did not sample a sequence as it was planned to; returns how many of its positions count as
+        computed."""
+        sequence.num_pending -= 1
+        sequence.is_behind = True
+        return len(sequence.token_ids) - 1
 
     def owners_of(self, plan: StepPlan) -> list[bytes | None]:
         """Returns the owner of each sequence in a plan (`RequestState.owner`)."""

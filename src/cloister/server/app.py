@@ -26,6 +26,7 @@ from cloister.server.files.service import FileService
 from cloister.server.image_decoding import Decoding, DecodingProcess
 from cloister.server.image_fetching import ImageFetcher
 from cloister.server.images import ImageReader
+from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
 from cloister.server.logs import RequestLog, public_error
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
@@ -210,14 +211,16 @@ def surround(
     body_timeout_s: float = BODY_TIMEOUT_S,
 ) -> ASGIApp:
     """Wraps routes in the common middleware, and starts the batches in `stored`."""
+    limit_bytes = config.max_request_kb * 1024
+    budget = BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
     if stored is not None:
         inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
-        stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS))
+        stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS), budget)
     app = DisconnectMiddleware(app)
     # outside the route's task, so that tokens do not pass through it
     app = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
     origins = parse_origins(config.allowed_origins or "")
-    app = BodyMiddleware(app, config.max_request_kb * 1024, body_timeout_s, BODY_PATHS, forms=FORM_PATHS, origins=origins)
+    app = BodyMiddleware(app, limit_bytes, body_timeout_s, BODY_PATHS, budget, forms=FORM_PATHS, origins=origins)
     app = KeyLimitMiddleware(app)
     app = AuthenticationMiddleware(app, gate, TokenVerifier(gate.people) if gate.people is not None else None)
     if config.api_keys is None and gate.people is None and is_loopback(config.host):

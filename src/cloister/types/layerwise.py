@@ -29,6 +29,12 @@ class LayerwisePlan(msgspec.Struct, frozen=True):
     num_positions: int
     num_layers: int
 
+    @property
+    def may_repeat(self) -> bool:
+        """Whether the last position may be computed again: that stands for L pairs, and of the last layer alone the input is
+        still there."""
+        return self.num_positions >= self.num_layers
+
     def first_of_last_layer(self, start: int) -> int:
         """Returns the first position of the last layer that a part which begins at `start` may compute."""
         return self.first + max(0, (start - self.first - self.num_positions) * self.num_layers + self.num_positions)

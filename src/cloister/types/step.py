@@ -167,6 +167,7 @@ class StepResult(msgspec.Struct, kw_only=True):
         complete: sequences whose grammar is complete after their sample.
         deferred: sequences that should have got a token and did not, as the mask of their grammar was late, or their last token
             is. They compute the position of their last known token again.
+        left_out: those of `deferred` whose last planned position this step did not compute.
         elapsed_s: duration of the step, for the budget and metrics.
         draft_s: drafter -> its share of that time.
     """
@@ -179,6 +180,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     unsupported: set[int] = set()
     complete: set[int] = set()
     deferred: set[int] = set()
+    left_out: set[int] = set()
     elapsed_s: float = 0.0
     draft_s: dict[str, float] = {}
 

@@ -47,7 +47,7 @@ from cloister.trust.sealing import (
 from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
-LEAST_UNREAD_BYTES: Final = 4 * MIB
+LEAST_UNREAD_BYTES: Final = 6 * MIB
 """Some 11,000 tokens of a stream, or 1,000 with 20 log-probabilities each, beyond what the sockets on the way take. A worker
 can run for each sequence of the engines, so a larger floor would leave the limit of all of them without meaning."""
 _REHEARSED = (
@@ -189,8 +189,8 @@ def build_worker(boot: ZygoteBoot) -> NodeServing:
 
 def _share_unread(boot: ZygoteBoot) -> int:
     """Returns a worker's share of the bytes that all workers may hold for clients that do not read their streams, or
-    `LEAST_UNREAD_BYTES` if that is more. The latter is a minute of one answer at 180 tokens/s, but only at 17 tokens/s with 20
-    log-probabilities each."""
+    `LEAST_UNREAD_BYTES` if that is more. The latter holds an answer with as many log-probabilities as one may have
+    (`server.sampling.MAX_REPLY_LOGPROBS`), whole."""
     num_workers = count_engines(boot.server) * boot.engine.max_num_seqs + WAITING_WORKERS
     return max(LEAST_UNREAD_BYTES, boot.server.max_unread_mb * MIB // num_workers)
 

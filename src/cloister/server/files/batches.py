@@ -20,6 +20,7 @@ from cloister.policy.gate import Admission, Gate
 from cloister.server.errors import invalid
 from cloister.server.files.internal_requests import RouteReply, post
 from cloister.server.files.store import FileStore, Kept, Owner, Shelf
+from cloister.server.load_shedding import BodyBudget
 from cloister.server.parse import IgnoredFields, check_fields, noting, parse_json
 from cloister.server.schemas import MAX_METADATA, MetadataText, Strict
 from cloister.types.errors import CloisterError, InvalidRequestError, NotFoundError
@@ -195,13 +196,15 @@ class BatchRunner:
 
     Args:
         app: application for requests that are already admitted.
+        budget: memory that their bodies are charged to.
     """
 
-    def __init__(self, files: FileStore, batches: Shelf[Batch], gate: Gate, app: ASGIApp) -> None:
+    def __init__(self, files: FileStore, batches: Shelf[Batch], gate: Gate, app: ASGIApp, budget: BodyBudget) -> None:
         self._files = files
         self._batches = batches
         self._gate = gate
         self._app = app
+        self._budget = budget
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._rooms: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(MAX_RUNNING))
         self._sweeper: asyncio.Task[None] | None = None
@@ -308,7 +311,7 @@ class BatchRunner:
             admission = self._admit(batch)
             if admission is None:
                 raise NotFoundError("The API key of this batch is no longer known.", code="key_removed")
-            reply = await post(self._app, batch.endpoint, line.body, admission)
+            reply = await post(self._app, batch.endpoint, line.body, admission, self._budget)
             if reply.status not in _TRY_AGAIN:
                 return reply
             with suppress(ValueError):

@@ -9,6 +9,8 @@ from typing import Any, NoReturn
 from starlette.types import ASGIApp, Message
 
 from cloister.policy.gate import Admission
+from cloister.server.errors import OverloadedError
+from cloister.server.load_shedding import BODY_CHARGE, BodyBudget, BodyCharge, client_network
 from cloister.server.reading_queue import NUM_BODY_BYTES
 
 
@@ -24,8 +26,25 @@ class RouteReply:
         return f"RouteReply(status={self.status})"
 
 
-async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> RouteReply:
-    """Posts JSON to a route of this server on behalf of a user. Cancelling it cancels the request."""
+async def post(app: ASGIApp, path: str, body: bytes, admission: Admission, budget: BodyBudget) -> RouteReply:
+    """Posts JSON to a route of this server on behalf of a user. Cancelling it cancels the request.
+
+    Args:
+        budget: memory that the body is charged to, and what the server keeps and it names (`kept_content`). Without memory for
+            it the reply has status 503.
+    """
+    charge = budget.open(client_network({"client": None}))
+    try:
+        charge.add(len(body))
+        if charge.is_shed:
+            return RouteReply(OverloadedError.status, {}, b"")
+        charge.is_whole = True
+        return await _post(app, path, body, admission, charge)
+    finally:
+        charge.close()
+
+
+async def _post(app: ASGIApp, path: str, body: bytes, admission: Admission, charge: BodyCharge) -> RouteReply:
     scope: dict[str, Any] = {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},
@@ -39,7 +58,7 @@ async def post(app: ASGIApp, path: str, body: bytes, admission: Admission) -> Ro
         "headers": [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())],
         "client": None,
         "server": None,
-        "state": {"admission": admission, NUM_BODY_BYTES: len(body)},
+        "state": {"admission": admission, NUM_BODY_BYTES: len(body), BODY_CHARGE: charge},
     }
     messages: list[Message] = [{"type": "http.request", "body": body, "more_body": False}]
     sent: list[Message] = []

@@ -17,6 +17,7 @@ from cloister.server.errors import invalid
 from cloister.server.files.batches import Batch, BatchRunner
 from cloister.server.files.store import FileStore, Owner, Shelf, is_stored
 from cloister.server.files.vault import DamagedError, Vault, read_key
+from cloister.server.load_shedding import BodyBudget
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError, NotFoundError, PolicyError
 
@@ -88,13 +89,14 @@ class FileService:
         assert self._runner is not None, "`begin` comes first"
         return self._runner
 
-    def begin(self, app: ASGIApp) -> None:
+    def begin(self, app: ASGIApp, budget: BodyBudget) -> None:
         """Starts to run batches, those of an earlier server first. Needs the server's event loop.
 
         Args:
             app: application for requests that are already admitted.
+            budget: memory for the bodies of all requests, those of batches included.
         """
-        self._runner = BatchRunner(self.store, self.batches, self._gate, app)
+        self._runner = BatchRunner(self.store, self.batches, self._gate, app, budget)
         self._runner.begin()
 
     def close(self) -> None:

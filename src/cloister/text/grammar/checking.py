@@ -83,9 +83,11 @@ def check_grammar(grammar: Grammar, param: str) -> Grammar:
     checked = Grammar(grammar.kind, _CHECKS[grammar.kind](grammar.source, param))
     try:
         source = write_source(checked)
-    except ValueError:  # JSON that the library cannot hold, such as a number of 400 digits
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=LIMITS)
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException:  # JSON that the library cannot hold, as a number of 400 digits; or a panic, which is no Exception
         raise _error(param, _NAMES[grammar.kind]) from None
-    is_error, messages = LLMatcher.validate_grammar_with_warnings(source, None, limits=LIMITS)
     if is_error or any("no tokenizer" in message for message in messages):
         raise _explain(messages[0], grammar.kind, param)
     return checked
