@@ -7,7 +7,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 
 import httpx
@@ -118,12 +118,13 @@ def test_a_request_goes_on_in_engines_that_were_started_after_it_began(node: Nod
     printed = len(node.printed)
     before_s = {pid: used_s(pid) for pid in node.pids_named("cl-engine")}
 
-    def kill_in_turn() -> None:
+    def kill_in_turn(waiting: Future[tuple[int, bytes]]) -> None:
         nonlocal before_s
         for num_killed in range(NUM_ENGINES + 1):
             give_up_s = time.monotonic() + START_TIMEOUT_S
             while not (busy := [pid for pid, earlier_s in before_s.items() if used_s(pid) - earlier_s > 0.03]):
-                assert time.monotonic() < give_up_s
+                assert not waiting.done(), f"the answer was there after {num_killed} deaths: a longer one would not have been"
+                assert time.monotonic() < give_up_s, f"no engine computes after {num_killed} deaths: {node.printed[printed:]}"
             os.kill(busy[0], signal.SIGSTOP)  # else the answer would have ended before
             while node.printed.count("runs again", printed) < num_killed:
                 assert time.monotonic() < give_up_s, node.printed
@@ -132,8 +133,8 @@ def test_a_request_goes_on_in_engines_that_were_started_after_it_began(node: Nod
             os.kill(busy[0], signal.SIGKILL)
 
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(node.complete, PROMPTS[0], max_tokens=4 * NUM_TOKENS, ignore_eos=True)
-        kill_in_turn()
+        waiting = pool.submit(node.complete, PROMPTS[0], max_tokens=12 * NUM_TOKENS, ignore_eos=True)
+        kill_in_turn(waiting)
         status, content = waiting.result()
     assert status == 200, content
     assert json.loads(content)["choices"][0]["text"].startswith(answers[0])
