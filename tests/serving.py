@@ -114,8 +114,14 @@ class ServeProcess:
         give_up_s = time.monotonic() + timeout_s
         while not condition():
             if time.monotonic() >= give_up_s:
-                raise TimeoutError("it did not come about in time")
+                raise TimeoutError(f"it did not come about within {timeout_s:g} s; {self._describe()}")
             time.sleep(_POLL_S)
+
+    def _describe(self) -> str:
+        """What somebody has to know who sees nothing but a failed test: how the server is, and what it said last."""
+        status = self.process.poll()
+        state = "it runs" if status is None else f"it ended with status {status}"
+        return f"{state}, and said last: {' / '.join(self.lines[-8:])}"
 
     def stop(self) -> tuple[int, str]:
         """Ends the server as an operator would; returns exit status and everything it printed."""
@@ -151,7 +157,11 @@ class ServeProcess:
 
 def descendants(pid: int) -> list[int]:
     """Returns every process under `pid`, each before those below it."""
-    children = [int(c) for task in Path(f"/proc/{pid}/task").glob("*/children") for c in task.read_text().split()]
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it has ended
+        for task in os.listdir(f"/proc/{pid}/task"):
+            with contextlib.suppress(OSError):  # this thread of it has
+                children += map(int, Path(f"/proc/{pid}/task/{task}/children").read_text().split())
     return [*children, *(below for child in children for below in descendants(child))]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -130,10 +129,13 @@ def test_rows_are_padded_to_whole_tiles(num_rows: int, padded: int) -> None:
 
 def test_a_team_does_every_task_once_and_on_more_than_one_thread() -> None:
     done: list[tuple[int, int]] = []
+    are_two = threading.Event()
 
     def task(number: int) -> None:
-        time.sleep(0.005)
         done.append((number, threading.get_ident()))
+        if len({thread for _, thread in done}) == 2:
+            are_two.set()
+        are_two.wait(300)
 
     Team(2).run([lambda number=number: task(number) for number in range(20)], MANY)  # type: ignore[misc]
     assert sorted(number for number, _ in done) == list(range(20))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import random
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -106,7 +107,18 @@ async def answer(replicas: PlacedReplicas, request: Request) -> list[SequenceOut
 
 
 def pids(part: bytes) -> list[int]:
-    return [pid for pid in descendants(os.getpid()) if part in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    found = []
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(OSError):  # it has ended
+            found += [pid] if part in Path(f"/proc/{pid}/cmdline").read_bytes() else []
+    return found
+
+
+async def until(condition: Callable[[], object]) -> None:
+    give_up_s = asyncio.get_running_loop().time() + 300
+    while not condition():
+        assert asyncio.get_running_loop().time() < give_up_s, "it did not come to pass"
+        await asyncio.sleep(0.01)
 
 
 def test_requests_survive_a_host(model_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -119,9 +131,9 @@ def test_requests_survive_a_host(model_path: Path, monkeypatch: pytest.MonkeyPat
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
                 expected = greedy_continuation(request.token_ids, 20, VOCAB_SIZE)
                 assert [token_id for output in outputs for token_id in output.token_ids] == expected
-            while not all(snapshot.is_accepting for snapshot in replicas.snapshots()):
-                await asyncio.sleep(0.01)
-            assert len(pids(b"engine_process")) == 2
+            await until(lambda: sum(snapshot.num_restarts for snapshot in replicas.snapshots()))
+            await until(lambda: all(snapshot.is_accepting for snapshot in replicas.snapshots()))
+            await until(lambda: len(pids(b"engine_process")) == 2)
 
     run(main())
 
@@ -139,8 +151,7 @@ def test_replicas_wait_for_a_cluster_that_is_gone_and_their_requests_for_them(
             await asyncio.sleep(0.3)
             gone.touch()
             os.kill(pids(b"local_driver")[0], signal.SIGKILL)
-            while len(gone.read_text().splitlines()) < 3:  # more often than an engine may start again
-                await asyncio.sleep(0.01)
+            await until(lambda: len(gone.read_text().splitlines()) >= 3)  # more often than an engine may start again
             assert [snapshot.state for snapshot in replicas.snapshots()] == ["starting"]
             gone.unlink()
             said = [token_id for output in await answering for token_id in output.token_ids]
@@ -160,8 +171,7 @@ def test_every_replica_gets_a_new_engine_in_a_host_of_its_own_and_no_request_is_
             assert len(answers) >= 8
             for number, said in answers.items():
                 assert said == greedy_continuation(list(str(number % 8).encode()), 30, VOCAB_SIZE)
-            while set(old) & set(descendants(os.getpid())):
-                await asyncio.sleep(0.01)
+            await until(lambda: not set(old) & set(descendants(os.getpid())))
             assert (len(pids(b"remote.host")), len(pids(b"engine_process"))) == (2, 2)
 
     run(main())
@@ -175,8 +185,7 @@ def test_a_new_engine_that_does_not_start_leaves_no_host_and_the_old_ones_go_on(
         async with serving(model_path, monkeypatch, new="build_refusing") as replicas:
             old = set(pids(b"remote.host"))
             assert "--max-model-len 7" in (await update(replicas)).error
-            while set(pids(b"remote.host")) != old:
-                await asyncio.sleep(0.01)
+            await until(lambda: set(pids(b"remote.host")) == old)
             assert [snapshot.is_accepting for snapshot in replicas.snapshots()] == [True, True]
 
     run(main())
@@ -195,7 +204,11 @@ def test_a_replica_elsewhere_that_computes_wrongly_is_found(model_path: Path, mo
 
 
 def writers(folder: Path) -> list[int]:
-    return [int(path.parts[2]) for path in Path("/proc").glob("[0-9]*/cmdline") if bytes(folder) in path.read_bytes()]
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended, as any process of this machine may
+            found += [int(path.parts[2])] if bytes(folder) in path.read_bytes() else []
+    return found
 
 
 @pytest.mark.parametrize("num_replicas", [0, 2], ids=["it does not start", "it starts"])

@@ -32,8 +32,26 @@ def check(request: Request, outputs: list[SequenceOutput]) -> None:
 
 
 async def until(condition: object) -> None:
+    give_up_s = asyncio.get_running_loop().time() + 300
     while not condition():  # type: ignore[operator]
+        assert asyncio.get_running_loop().time() < give_up_s, "it did not come to pass"
         await asyncio.sleep(0.01)
+
+
+async def begin(remote: Remote, *requests: Request) -> list[asyncio.Task[list[SequenceOutput]]]:
+    """Asks for answers; returns when the engine has begun with each of them."""
+    begun: set[str] = set()
+
+    async def follow(request: Request) -> list[SequenceOutput]:
+        outputs = []
+        async for output in remote.client.generate(request):
+            outputs.append(output)
+            begun.add(request.request_id)
+        return outputs
+
+    answers = [asyncio.create_task(follow(request)) for request in requests]
+    await until(lambda: len(begun) == len(requests))
+    return answers
 
 
 def test_it_answers_and_its_times_are_of_this_clock(model_path: Path) -> None:
@@ -70,16 +88,16 @@ def test_a_message_of_many_chunks_arrives_whole(model_path: Path) -> None:
 def test_connections_that_break_lose_nothing_and_restart_nothing(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
-            requests = [make_request(f"request {number}", max_tokens=30) for number in range(4)]
-            answers = [asyncio.create_task(answer(remote, request)) for request in requests]
+            requests = [make_request(f"request {number}", max_tokens=40) for number in range(4)]
+            answers = await begin(remote, *requests)
             for number in range(3):
-                await asyncio.sleep(0.3)
                 await until(lambda number=number: len(remote.network.connections) == number + 1)
+                await asyncio.sleep(0.2)  # so that something is under way
                 remote.network.break_connections()
             for request, outputs in zip(requests, await asyncio.gather(*answers), strict=True):
                 check(request, outputs)
+            await until(lambda: len(remote.network.connections) == 4)
             assert remote.placement.num_starts == 1
-            assert len(remote.network.connections) == 4
 
     run(main())
 
@@ -88,8 +106,7 @@ def test_a_cut_that_is_shorter_than_the_limit_loses_nothing(model_path: Path) ->
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
             request = make_request("a long story", max_tokens=40)
-            answering = asyncio.create_task(answer(remote, request))
-            await asyncio.sleep(0.3)
+            [answering] = await begin(remote, request)
             remote.network.is_cut = True
             await asyncio.sleep(1.5)
             remote.network.is_cut = False
@@ -103,8 +120,7 @@ def test_an_engine_behind_a_cut_is_lost_on_both_sides_and_a_new_one_resumes_its_
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
             request = make_request("a long story", max_tokens=60)
-            answering = asyncio.create_task(answer(remote, request))
-            await asyncio.sleep(0.3)
+            [answering] = await begin(remote, request)
             assert remote.placement.process is not None
             (engine,) = children(remote.placement.process.pid)
             remote.network.is_cut = True
@@ -124,9 +140,8 @@ def children(pid: int) -> list[int]:
 def test_a_request_survives_the_death_of_its_host_or_engine(model_path: Path, victim: str) -> None:
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
-            request = make_request("a long story", max_tokens=20)
-            answering = asyncio.create_task(answer(remote, request))
-            await asyncio.sleep(0.3)
+            request = make_request("a long story", max_tokens=40)
+            [answering] = await begin(remote, request)
             assert remote.placement.process is not None
             host = remote.placement.process.pid
             (engine,) = children(host)
@@ -155,9 +170,8 @@ def test_an_engine_that_hangs_is_killed_and_its_host_starts_another_one(model_pa
 def test_a_host_that_hangs_is_replaced(model_path: Path) -> None:
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
-            request = make_request("a long story", max_tokens=20)
-            answering = asyncio.create_task(answer(remote, request))
-            await asyncio.sleep(0.3)
+            request = make_request("a long story", max_tokens=40)
+            [answering] = await begin(remote, request)
             assert remote.placement.process is not None
             os.kill(remote.placement.process.pid, signal.SIGSTOP)
             check(request, await answering)
@@ -170,8 +184,7 @@ def test_a_drain_lets_requests_end_and_leaves_no_process(model_path: Path) -> No
     async def main() -> None:
         async with serving(model_path, "build_slow") as remote:
             request = make_request("a long story", max_tokens=10)
-            answering = asyncio.create_task(answer(remote, request))
-            await asyncio.sleep(0.2)
+            [answering] = await begin(remote, request)
             assert remote.placement.process is not None
             (engine,) = children(remote.placement.process.pid)
             await remote.client.drain(60.0)

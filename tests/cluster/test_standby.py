@@ -7,6 +7,8 @@ import os
 import random
 import signal
 
+import pytest
+
 from cloister.cluster import ReplicaSet, ReplicaSnapshot
 from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.standby import Promotion, StandbyKeeper
@@ -15,6 +17,7 @@ from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
 from cloister.types.request import FinishReason, Request, SamplingParams
+from tests.slow_engine import slow_engines as slow_engines
 
 WELL, READY = ReplicaSnapshot(0), ReplicaSnapshot(1, is_standby=True, state="standby")
 
@@ -69,6 +72,7 @@ def test_a_killed_replica_is_replaced_before_its_requests_go_on(monkeypatch) -> 
     assert places == [(1, 0)]
 
 
+@pytest.mark.usefixtures("slow_engines")
 def test_a_killed_engine_process_is_replaced_by_the_one_that_stood_by() -> None:
     settings = resolve_settings({"replicas": 2, "standby": 1, "num_threads": 1, "kv_memory_mb": 64})
 
@@ -78,24 +82,26 @@ def test_a_killed_engine_process_is_replaced_by_the_one_that_stood_by() -> None:
         await cluster.start()
         try:
             assert [each.state for each in cluster.snapshots()] == ["running", "standby"]
-            ends: list[FinishReason] = []
+            begun, ends = set[int](), list[FinishReason]()
 
             async def ask(number: int) -> None:
-                sampling = SamplingParams(max_tokens=300, temperature=0.0, ignore_eos=True)
+                sampling = SamplingParams(max_tokens=100, temperature=0.0, ignore_eos=True)
                 async for output in cluster.generate(
                     Request(request_id=f"r{number}", token_ids=[1, 2, 3, number], sampling=sampling)
                 ):
+                    begun.add(number)
                     if output.finish_reason is not None:
                         ends.append(output.finish_reason)
 
             asking = [asyncio.create_task(ask(number)) for number in range(4)]
-            while not cluster.snapshots()[0].num_requests:
-                await asyncio.sleep(0.01)
+            async with asyncio.timeout(300):
+                while len(begun) < 4:
+                    await asyncio.sleep(0.001)
             assert [each.num_requests for each in cluster.snapshots()] == [4, 0]
             pid = cluster.snapshots()[0].pid
             assert pid is not None
             os.kill(pid, signal.SIGKILL)
-            await asyncio.wait_for(asyncio.gather(*asking), 120.0)
+            await asyncio.wait_for(asyncio.gather(*asking), 300.0)
             assert ends == [FinishReason.LENGTH] * 4
             assert [each.is_standby for each in cluster.snapshots()] == [True, False]
             assert [each.num_promotions for each in cluster.snapshots()] == [0, 1]

@@ -123,7 +123,7 @@ def test_closing_ends_what_runs_within_its_deadline():
             await llm.generate("x")
         return elapsed_s
 
-    assert 0.2 <= asyncio.run(main()) < 5
+    assert 0.2 <= asyncio.run(main()) < 60
 
 
 def test_before_it_was_started_it_says_so():

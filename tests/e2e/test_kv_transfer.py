@@ -26,6 +26,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE
+from tests.slow_engine import slow_engines as slow_engines
 
 SECRET = b"e" * 32
 PROMPT = [(7 * i * i + 3 * i) % 2000 for i in range(1000)]
@@ -71,9 +72,10 @@ def make_request(name: str, token_ids: list[int] = PROMPT) -> Request:
 
 
 async def wait_until(is_done: Callable[[], bool]) -> None:
-    async with asyncio.timeout(WAIT_S):
-        while not is_done():
-            await asyncio.sleep(0.002)
+    give_up_s = asyncio.get_running_loop().time() + WAIT_S
+    while not is_done():
+        assert asyncio.get_running_loop().time() < give_up_s, "it did not come to pass"
+        await asyncio.sleep(0.002)
 
 
 @contextlib.asynccontextmanager
@@ -183,6 +185,7 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill(set
     asyncio.run(run())
 
 
+@pytest.mark.usefixtures("slow_engines")
 def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that little is left for it to compute, and the answer does not wait for it."""
     rests: dict[str, list[int]] = {}
@@ -211,7 +214,7 @@ def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_bl
         try:
             answers: dict[str, list[int]] = {}
             for name in ("stays", "moves"):
-                sampling = SamplingParams(max_tokens=3000, temperature=0.0, ignore_eos=True)
+                sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
                 request = Request(request_id=name, token_ids=PROMPT[:100], sampling=sampling)
                 answer = asyncio.create_task(follow(cluster, request, answers.setdefault(name, [])))
                 await wait_until(lambda name=name: len(answers[name]) > 10)
@@ -314,7 +317,7 @@ async def check_copies(cluster: ReplicaSet) -> None:
     answers: dict[str, list[int]] = {f"hot {number}": [] for number in range(7)}
     tasks = []
     for name, answer in answers.items():  # as many as the router leaves to the replica that has it
-        sampling = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
         request = Request(request_id=name, token_ids=hot, sampling=sampling)
         cluster._copies.note(request, cluster._replicas.index(owner))  # type: ignore[union-attr]
         owner.submit(request, lambda output, answer=answer: answer.extend(output.token_ids))
@@ -333,6 +336,7 @@ async def check_copies(cluster: ReplicaSet) -> None:
     assert (await cluster.inspect_cache(LOCAL_SCOPE)).places[0].num_blocks == 0
 
 
+@pytest.mark.usefixtures("slow_engines")
 def test_a_hot_prefix_is_copied_between_processes_and_dropped_everywhere() -> None:
     async def run() -> None:
         settings = resolve_settings(

@@ -215,8 +215,8 @@ class SteadyHost(SlowHost):
     """Takes five times the patience of a watchdog for an adapter, and goes on all the time."""
 
     def load(self, name: str, path: str, note_progress: Callable[[], None]) -> AdapterInfo:
-        for _ in range(50):
-            time.sleep(0.1)
+        for _ in range(100):
+            time.sleep(0.05)
             note_progress()
         return AdapterInfo(name=name, digest="d" * 64, path=path, rank=8, created_s=0)
 
@@ -290,9 +290,9 @@ def build_once(config: EngineConfig) -> EngineCore:
 
 
 def build_changed(config: EngineConfig) -> EngineCore:
-    """A replica that has other weights from its second start on."""
+    """A replica that has other weights from its second start on, and takes its time for an answer."""
     mark = Path(config.model) / "started"
-    core = build(config)
+    core = build_slow(config)
     if mark.exists():
         core.model = msgspec.structs.replace(core.model, fingerprint="other weights")
     mark.touch()

@@ -48,6 +48,16 @@ class Soak:
     def reasons(self) -> Counter[FinishReason]:
         return Counter(reason for end in self.ends.values() if end for reason in end)
 
+    @property
+    def last_step(self) -> Stepped | None:
+        return next((event for event in reversed(self.events) if isinstance(event, Stepped)), None)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no request, and nothing of one, was there after the last step."""
+        last = self.last_step
+        return last is not None and last.num_running == last.num_waiting == last.num_used_blocks == 0
+
     def check(self) -> None:
         """Raises AssertionError unless each client that stayed got each of its ends once, and so did the listener."""
         ended: dict[str, list[Ended]] = {request.request_id: [] for request in self.requests}
@@ -62,8 +72,7 @@ class Soak:
             assert sorted(e.index for e in mine) == list(range(request.sampling.n)), "an end is missing, or came twice"
             assert [e.last for e in mine].count(True) == 1
             assert arrived[request.request_id] == 1
-        last = [event for event in self.events if isinstance(event, Stepped)][-1]
-        assert last.num_running == last.num_waiting == last.num_used_blocks == 0, "something is left behind"
+        assert self.is_empty, f"something is left behind: {self.last_step}"
 
 
 async def soak(engine: EngineClient, *, num_clients: int, num_kills: int, seed: int) -> Soak:
@@ -77,7 +86,7 @@ async def soak(engine: EngineClient, *, num_clients: int, num_kills: int, seed: 
     await asyncio.gather(*(_be_client(engine, run, *pair) for pair in zip(list(run.requests), patience, strict=True)))
     await killing
     run.elapsed_s = time.monotonic() - started_s
-    await _settle(engine)
+    await _settle(engine, run)
     return run
 
 
@@ -118,13 +127,12 @@ async def _kill(engine: EngineClient, run: Soak, num_kills: int, num_clients: in
         await asyncio.sleep(0.05)
 
 
-async def _settle(engine: EngineClient) -> None:
-    """Waits until the engine serves again and has ended what clients left behind."""
+async def _settle(engine: EngineClient, run: Soak) -> None:
+    """Waits until the engine serves again and has ended what clients left behind, and a step has wiped it."""
     give_up_s = time.monotonic() + WAIT_S
-    while not (engine.health().good and engine.health().detail.startswith("0 ")):
-        assert time.monotonic() < give_up_s, "the engine does not come to rest"
+    while not (engine.health().good and engine.health().detail.startswith("0 ") and run.is_empty):
+        assert time.monotonic() < give_up_s, f"something is left behind: {engine.health().detail}; {run.last_step}"
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # the step that wipes
 
 
 async def _main(num_clients: int, num_kills: int, seed: int) -> None:

@@ -248,7 +248,7 @@ def test_an_engine_that_goes_on_loading_an_adapter_is_kept_though_the_call_was_l
 
     async def main() -> None:
         supervision = Supervision(look_every_s=0.05)
-        async with serving(model_path, "build_loading_steadily", supervision, stall_timeout_s=0.5) as engine:
+        async with serving(model_path, "build_loading_steadily", supervision, stall_timeout_s=1.0) as engine:
             assert reasons(await answer(engine, make_request())) == [FinishReason.LENGTH]
             first = engine.pid
             loading = asyncio.create_task(engine.adapters.load("ann", "somewhere"))

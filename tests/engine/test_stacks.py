@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -53,11 +56,47 @@ def test_only_those_that_hang_at_the_same_place_are_the_same() -> None:
     assert find_same((), {0: ()}) == []
 
 
+HESITANT = """
+import os, signal, sys, time
+fd, text, cut, asked = int(sys.argv[1]), sys.argv[2].encode(), int(sys.argv[3]), []
+
+def write(*_):
+    asked.append(1)
+    os.write(fd, text[:cut])
+    time.sleep(0.5 if len(asked) == 1 else 0)
+    os.write(fd, text[cut:])
+
+signal.signal(signal.SIGUSR2, write)
+os.write(1, b"x")
+while True:
+    time.sleep(600)
+"""
+
+
+def test_a_stack_that_is_written_with_a_pause_is_whole() -> None:
+    """As by an engine that others keep from the processor in the middle of it."""
+    reader, writer = os.pipe()
+    os.set_blocking(reader, False)
+    arguments = [str(writer), WRITTEN, str(WRITTEN.index("line 160"))]
+    with subprocess.Popen([sys.executable, "-c", HESITANT, *arguments], stdout=subprocess.PIPE, pass_fds=[writer]) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.read(1)
+            transport = ProcessTransport("tests.engine.replica:build")
+            transport._process, transport._stacks_fd = process, reader
+            assert read_step_stack(asyncio.run(transport.collect_stacks())) == STACK
+        finally:
+            process.kill()
+            os.close(reader)
+            os.close(writer)
+
+
 @pytest.mark.parametrize(("entry", "is_replaced"), [("build_hanging", True), ("build_hanging_elsewhere", False)])
 def test_a_replica_that_hangs_where_another_one_does_is_replaced_with_it(
     model_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, entry: str, is_replaced: bool
 ) -> None:
     monkeypatch.setattr("cloister.engine.client.STOP_GRACE_S", 0.5)  # what hangs does not end by itself
+    monkeypatch.setattr("cloister.engine.transports._STACKS_TIMEOUT_S", 60.0)  # a busy machine may take longer than a second
 
     async def main() -> list[bool]:
         clients = [

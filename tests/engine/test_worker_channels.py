@@ -20,7 +20,8 @@ from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError
 from cloister.types.events import Ended, Event, Outputs, Progressed, Ready, Submit
 from cloister.types.request import FinishReason, ModelInfo, Request, SamplingParams, SequenceOutput
-from tests.engine.replica import TRIGGER, make_config, make_request
+from tests.engine.replica import TRIGGER, VOCAB_SIZE, make_config, make_request
+from tests.history_program import greedy_continuation
 
 CONFIG = EngineConfig(
     model="cloister-5m", kv_memory_mb=64, max_model_len=2048, num_threads=1, weights_cache="", profile="private"
@@ -121,15 +122,17 @@ def test_workers_get_their_own_answers_and_the_front_gets_counts() -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
+SLOW = "tests.engine.replica:build_slow"
+"""Its answers still run when something happens to them, however fast the machine is."""
+
+
+def test_a_worker_that_goes_away_takes_its_request_with_it(model_path: Path) -> None:
     async def run() -> None:
-        process = EngineProcess()
+        process = EngineProcess(SLOW, make_config(model_path))
         await process.engine.start()
         try:
             worker = await process.link()
-            sampling = SamplingParams(temperature=0, max_tokens=2000, ignore_eos=True)
-            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=600)
-            async for _ in worker.generate(request):
+            async for _ in worker.generate(make_request(max_tokens=200)):
                 break
             await worker.drain(0.0)
             await wait_until(lambda: any(isinstance(event, Ended) for event in process.heard))
@@ -141,23 +144,22 @@ def test_a_worker_that_goes_away_takes_its_request_with_it() -> None:
     asyncio.run(run())
 
 
-def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and_harms_nobody() -> None:
+def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and_harms_nobody(model_path: Path) -> None:
     async def run() -> None:
-        process = EngineProcess()
+        process = EngineProcess(SLOW, make_config(model_path))
         await process.engine.start()
         try:
             owner, thief = await process.link(), await process.link()
-            sampling = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
-            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=600)
+            request = make_request(max_tokens=40)
             answer = owner.generate(request)
-            num_outputs = len((await anext(answer)).token_ids)
+            token_ids = list((await anext(answer)).token_ids)
             stolen: list[SequenceOutput] = []
             thief.submit(request, stolen.append)
             await wait_until(lambda: not thief.health().good)  # its channel is closed
-            thief.abort("a")
+            thief.abort(request.request_id)
             assert stolen == []
-            num_outputs += sum([len(output.token_ids) async for output in answer])
-            assert num_outputs == 200
+            token_ids += [token_id async for output in answer for token_id in output.token_ids]
+            assert token_ids == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
             assert process.engine.health().good
         finally:
             await process.close()
@@ -165,20 +167,18 @@ def test_a_worker_that_takes_the_name_of_anothers_request_gets_nothing_of_it_and
     asyncio.run(run())
 
 
-def test_a_request_goes_on_in_the_engine_that_is_started_again() -> None:
+def test_a_request_goes_on_in_the_engine_that_is_started_again(model_path: Path) -> None:
     async def run() -> None:
-        process = EngineProcess(supervision=Supervision())
+        process = EngineProcess(SLOW, make_config(model_path), Supervision())
         await process.engine.start()
         try:
-            sampling = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
-            request = Request(request_id="a", token_ids=[414, 500], sampling=sampling, timeout_s=600)
-            expected = [token async for output in (await process.link()).generate(request) for token in output.token_ids]
+            request = make_request(max_tokens=40)
             worker, first, tokens = await process.link(), process.engine.pid, list[int]()
             async for output in worker.generate(request):
                 if not tokens:
                     process.transport.kill()
                 tokens += output.token_ids
-            assert tokens == expected
+            assert tokens == greedy_continuation(request.token_ids, 40, VOCAB_SIZE)
             assert first != process.engine.pid
         finally:
             await process.close()

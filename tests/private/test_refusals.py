@@ -325,10 +325,11 @@ def test_a_gateway_that_is_away_or_does_not_know_the_relay_is_told_apart(cloud: 
 
 
 def test_a_node_that_is_silent_or_away_is_told_apart_in_the_sealed_answer() -> None:
-    with open_cloud(Inner(), num_nodes=2, answer_timeout_s=0.5) as cloud:
+    with open_cloud(Inner(), answer_timeout_s=0.5) as cloud:
         opening = ask(cloud, HttpRequest(RequestHead("POST", "https", "localhost", "/v1/stream")))
         assert opening.gateway_head is not None
         assert (opening.gateway_head.status, b"did not answer in time" in opening.refusal) == (504, True)
+    with open_cloud(Inner(), num_nodes=2) as cloud:
         cloud.network.shut(cloud.nodes["a"].url)
         status, text, _ = refusal(cloud)
         assert (status, "cannot be reached" in text) == (502, True)

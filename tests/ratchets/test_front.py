@@ -6,6 +6,7 @@ What the web server below (uvicorn, h11) and the kernel do with the bytes is not
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import sys
 from collections import Counter
@@ -114,11 +115,14 @@ async def count_calls(path: str, model_path: Path) -> float:
         calls[event] += 1
 
     before = [client.num_sent for client in clients]
+    gc.collect()
+    gc.disable()  # finalisers of what other tests left would be counted
     sys.setprofile(note)
     try:
         await speak(1 + NUM_STEPS)
     finally:
         sys.setprofile(None)
+        gc.enable()
     assert [client.num_sent - num for client, num in zip(clients, before, strict=True)] == [NUM_STEPS] * NUM_STREAMS
     for task in tasks:
         task.cancel()
@@ -129,5 +133,5 @@ async def count_calls(path: str, model_path: Path) -> float:
 @pytest.mark.parametrize("path", LIMITS)
 def test_a_streamed_token_costs_the_front_no_more_than_it_did(path: str, tmp_path: Path) -> None:
     model_path = write_model(tmp_path)
-    found = asyncio.run(asyncio.wait_for(count_calls(path, model_path), 30.0))
+    found = asyncio.run(asyncio.wait_for(count_calls(path, model_path), 300.0))
     assert found <= LIMITS[path], f"{path}: Python calls per token rose to {found}"

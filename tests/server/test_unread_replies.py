@@ -281,11 +281,12 @@ def test_outputs_count_for_a_reader_that_may_wait_for_its_client_and_for_no_othe
     assert bool(held) is not in_batches
 
 
-def test_an_answer_to_many_prompts_at_once_is_whole(model_path):
+def test_an_answer_to_many_prompts_at_once_is_whole(model_path, monkeypatch):
+    monkeypatch.setattr(Connection, "unread_timeout_s", 60.0)
     engine = PushingEngine(45)  # 4 KB each for 64 prompts: more than the share of one, before their readers have a turn
     with serving_script(model_path, engine, config=ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server:
         body = {"model": MODEL, "prompt": ["x"] * 64, "logprobs": 5, "max_tokens": 45}
-        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+        reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=300)
         assert [len(choice["logprobs"]["tokens"]) for choice in reply.json()["choices"]] == [45] * 64
 
 
@@ -303,7 +304,7 @@ def test_a_reply_that_is_ended_before_it_starts_is_reset_and_its_request_hears_o
     app = Unstarted(1)
     with app.served(ServerConfig(port=0, max_unread_mb=16, drain_timeout_s=1.0)) as server, socket.socket() as connection:
         host, port = server.url.partition("://")[2].split(":")
-        connection.settimeout(20)
+        connection.settimeout(300)
         connection.connect((host, int(port)))
         connection.sendall(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
         with pytest.raises(ConnectionResetError):

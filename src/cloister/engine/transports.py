@@ -25,6 +25,7 @@ from cloister.engine.kv_pool import KVPool, PoolSeat
 from cloister.engine.kv_unit import CarriedSocket, KVUnit, UnitSeat, relative_endpoint
 from cloister.engine.sealed_channels import open_listener
 from cloister.engine.spawning import spawn_program
+from cloister.engine.stacks import read_step_stack
 from cloister.engine.supervision import STACKS_SIGNAL, Restarts, Supervision
 from cloister.types.config import EngineConfig
 from cloister.types.errors import EngineError, recreate
@@ -42,6 +43,7 @@ MAX_CHANNEL_PAUSE_S: Final = 1.0
 """Longest pause before a worker asks again for a channel to an engine that does not run."""
 _STACKS_TIMEOUT_S: Final = 1.0
 _STACKS_PAUSE_S: Final = 0.05
+_MAX_STACKS_AGAIN: Final = 4
 
 _logger = logging.getLogger(__name__)
 
@@ -273,7 +275,21 @@ class ProcessTransport(_ChannelTransport):
             self._process.kill()
 
     async def collect_stacks(self) -> str:
-        """Has the engine write the stacks of its threads, and returns them (`StackSource`)."""
+        """Has the engine write the stacks of its threads, and returns them (`StackSource`).
+
+        It writes them in many pieces, and nothing marks the end. Another process may delay it in between, so a text counts only
+        if the next one has the same stack of its steps; an engine that moves is asked a few times.
+        """
+        text = await self._collect_stacks_once()
+        for _ in range(_MAX_STACKS_AGAIN):
+            again = await self._collect_stacks_once() if text else ""
+            if read_step_stack(again) == read_step_stack(text):
+                break
+            text = again
+        return text
+
+    async def _collect_stacks_once(self) -> str:
+        """As `collect_stacks`; the text may be cut."""
         process, fd = self._process, self._stacks_fd
         if process is None or fd is None or process.poll() is not None:
             return ""

@@ -1,0 +1,50 @@
+"""Engines whose steps take their time: what a test does to an answer happens in its middle, on however fast a machine, and
+although the test itself may be stopped by others for a while.
+
+`python -m tests.slow_engine serve ...` is `cloister serve` with such engines (`tests.serving.ServeProcess`, `module=SLOW`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import pytest
+
+from cloister.engine.core import EngineCore
+from cloister.launch import build_engine, processes
+from cloister.types.config import EngineConfig
+from cloister.types.events import Outputs
+
+SLOW = ("tests.slow_engine", "serve")
+ENTRY = "tests.slow_engine:build_slow_engine"
+STEP_S = 0.01
+"""A step takes so much longer than it computes: some fifty times as long."""
+
+
+def build_slow_engine(config: EngineConfig) -> EngineCore:
+    """Entry point of an engine process."""
+    core = build_engine(config)
+    step = core.step
+
+    def step_slowly(emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
+        outputs = step(emit)
+        if outputs is not None:
+            time.sleep(STEP_S)
+        return outputs
+
+    core.step = step_slowly  # type: ignore[method-assign]
+    return core
+
+
+@pytest.fixture
+def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines that this process starts (`launch.processes.make_engine`) are slow ones."""
+    monkeypatch.setattr(processes, "ENGINE_ENTRY", ENTRY)
+
+
+if __name__ == "__main__":
+    from cloister.cli import main
+
+    processes.ENGINE_ENTRY = ENTRY  # type: ignore[misc]
+    main()
