@@ -119,15 +119,19 @@ def read_key(path: Path) -> PrivateKey:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096).decode()
     except OSError as error:
-        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; make one with: cloister log key") from None
+        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; {_make_key(path)}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; make one with: cloister log key") from None
+        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; {_make_key(path)}") from None
     if mode & _OTHERS:
         raise ConfigError(f"other users can open the signer key {path}; close it with: chmod 600 {path}")
     try:
         return PrivateKey.parse(text)
     except TransparencyError as error:
         raise ConfigError(f"{path}: {error.message}") from None
+
+
+def _make_key(path: Path) -> str:
+    return f"make one with: cloister log key NAME --out {path}, and for all but a log's own --role ROLE (its --help has them)"
 
 
 def write_key(path: Path, key: PrivateKey) -> None:
