@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -43,7 +44,10 @@ def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
             raise
         sync_directory(path.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        remedy = (
+            "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the path and who may write there"
+        )
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {remedy}") from None
 
 
 def _make_directory(directory: Path) -> None:
