@@ -36,6 +36,23 @@ def test_a_long_load_has_a_line_at_its_start_and_one_at_its_end():
     assert stream.getvalue() == "loading m: reading the model\nloaded m in 4.2 s\n"
 
 
+def test_a_load_that_goes_on_says_again_and_again_where_it_is():
+    stream, clock = io.StringIO(), VirtualClock()
+    with Loading("m", quick_s=0.0, report_s=0.01, stream=stream, clock=clock) as loading:
+        loading.begin("reading the tokenizer")
+        wait_for(stream.getvalue)
+        codes = loading.track(range(56), "choosing codes by text, once", 56)
+        for _ in range(3):
+            next(codes)
+        clock.advance(41.0)
+        wait_for(lambda: "still loading m after 41 s: choosing codes by text, once, 2 of 56\n" in stream.getvalue())
+    said = stream.getvalue()
+    assert said.startswith("loading m: reading the tokenizer\n")
+    assert said.endswith("loaded m in 41.0 s\n")
+    time.sleep(0.1)
+    assert stream.getvalue() == said
+
+
 def test_a_load_that_fails_is_not_called_done():
     stream = io.StringIO()
 

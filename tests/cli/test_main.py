@@ -2,6 +2,7 @@
 
 import errno
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -193,6 +194,13 @@ def test_the_doctor_does_not_advise_a_compiler_where_there_is_one(monkeypatch, t
     check = doctor.check_kernels(needed=False, find=find)
     assert check.advice == doctor.INSTALL_AGAIN
     assert not check.essential
+
+
+def test_the_doctor_advises_nothing_that_installs_from_an_index():
+    """There the name is another project's: `pip install --force-reinstall cloister` would replace this package by it."""
+    commands = re.findall(r"`[^`]*pip install ([^`]*)`", f"{doctor.INSTALL_AGAIN} {doctor.ALL_SETS}")
+    assert len(commands) == 2
+    assert all(command.endswith(" .") for command in commands)
 
 
 def test_the_doctor_says_why_kernels_do_not_load():

@@ -1,9 +1,13 @@
+import re
 from typing import Annotated
 
 import pytest
 import typer
 
 from cloister.cli.options import GivenSettings, list_flags, with_settings
+from cloister.cluster.routers import ROUTERS
+from cloister.executor.drafters import DRAFTERS
+from cloister.scheduler import POLICIES
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import ConfigError
 
@@ -60,3 +64,13 @@ def test_values_outside_their_range_are_refused():
     settings, _ = parse("--block-size", "300")
     with pytest.raises(ConfigError, match="at most 256"):
         settings.resolve(EngineConfig)
+
+
+@pytest.mark.parametrize(("setting", "registry"), [("scheduler", POLICIES), ("speculate", DRAFTERS), ("router", ROUTERS)])
+def test_the_help_of_a_setting_that_takes_names_has_all_of_them(setting, registry):
+    flag = next(flag for cls in (EngineConfig, ServerConfig) for flag in list_flags(cls) if flag.name == setting)
+    assert set(registry.names()) <= set(re.findall(r"\w+", flag.help))
+
+
+def test_no_help_has_two_blanks_in_a_row():
+    assert [flag.name for cls in (EngineConfig, ServerConfig) for flag in list_flags(cls) if "  " in flag.help] == []

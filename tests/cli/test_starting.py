@@ -45,6 +45,19 @@ def test_the_start_says_what_a_tier_takes_of_the_disk_and_how_many_threads_there
         assert f"disk, at most: {said}" in list(describe_start(resolve_settings(flags), model, [], [], None))
 
 
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ({"replicas": 3, "standby": 1}, "3 replicas, 1 of them stands by until another one is lost, router"),
+        ({"replicas": 4, "standby": 2}, "4 replicas, 2 of them stand by until another one is lost, router"),
+        ({"replicas": 3}, "3 replicas, router"),
+    ],
+)
+def test_the_start_says_how_many_replicas_get_no_requests_yet(flags: dict[str, int], said: str) -> None:
+    model = ModelInfo(name="m", path="", max_model_len=64, vocab_size=8, eos_token_ids=())
+    assert next(iter(describe_start(resolve_settings(flags), model, [], [], None))).startswith(said)
+
+
 def test_the_start_says_how_much_is_drafted_where_that_is_fixed() -> None:
     assert read_drafts(("medusa",), draft_tokens=8) == "medusa (auto, 8 tokens a step)"
     assert read_drafts(("ngram",), speculate="ngram", draft_tokens=1) == "ngram (1 token a step)"

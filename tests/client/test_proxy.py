@@ -230,3 +230,8 @@ def test_a_proxy_keeps_receipts_of_answers_that_were_read_and_of_none_that_was_l
 
 def _status(file: Path) -> int:
     return read_jws(read_receipt(file.read_bytes()).jws)[0].status
+
+
+def test_a_relay_without_a_scheme_is_refused_at_the_start(tmp_path):
+    with pytest.raises(ConfigError, match=r"the address 127\.0\.0\.1:9007 lacks its scheme; give http://127\.0\.0\.1:9007"):
+        Session("127.0.0.1:9007", trust=tmp_path / "trust.json", api_key="clo-x")

@@ -345,6 +345,12 @@ def test_an_answer_that_is_none_is_an_error(status: int):
         fetch_from("http://relay.example/", client)("epoch", 100)
 
 
+def test_an_address_without_its_scheme_is_refused_before_anything_is_asked():
+    client = httpx.Client(transport=httpx.MockTransport(lambda request: pytest.fail("asked")))
+    with client, pytest.raises(ConfigError, match=r"the address relay\.example:9007 lacks its scheme; give http://"):
+        fetch_from("relay.example:9007", client)
+
+
 def test_an_answer_that_is_too_long_is_not_read_to_its_end():
     client = httpx.Client(transport=httpx.MockTransport(lambda request: httpx.Response(200, content=b"x" * 101)))
     with client, pytest.raises(RelayUnreachableError, match="more than 100 bytes"):

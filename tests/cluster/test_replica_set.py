@@ -595,3 +595,16 @@ def test_a_replica_that_cannot_start_ends_the_others_and_says_why(model_path: Pa
         assert [client.pid for client in clients] == [None, None]
 
     run(main())
+
+
+def test_replicas_that_compute_otherwise_are_refused_and_told_what_may_differ(model_path: Path) -> None:
+    """Such as on a processor with other kernels: equal settings do not help there."""
+
+    async def main() -> None:
+        entries = ("tests.engine.replica:build", "tests.cluster.test_rolling_update:build_other_weights")
+        clients = [EngineClient(ProcessTransport(entry, spawn=spawn_forked), make_config(model_path)) for entry in entries]
+        with pytest.raises(EngineError, match=r"instruction sets differ; .* one set that all have, such as CLOISTER_ISA=avx2"):
+            await ReplicaSet(clients, partial(make_router, "least_load")).start()
+        assert [client.pid for client in clients] == [None, None]
+
+    run(main())

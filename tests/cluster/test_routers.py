@@ -283,5 +283,5 @@ def test_searches_that_wait_for_their_share_keep_away_other_searches_only(name: 
     routing.connect(MODEL)
     search = msgspec.structs.replace(ask([2] * 40), sampling=SamplingParams(beams=BeamSearch(width=4)))
     assert [routing.place(request).index for request in (ask([1] * 40), search)] == [0, 1]
-    replicas = HeldSearches().able()
+    replicas = HeldSearches().candidates()
     assert [routing.place_decode(request, replicas) for request in (ask([1] * 40), search)] == [0, 1]

@@ -159,6 +159,20 @@ def test_compose_gives_the_front_its_replicas(variables: dict[str, str], wanted:
     assert {name[2:].replace("-", "_") for name in given} <= set(setting_names(EngineConfig, ServerConfig))
 
 
+@pytest.mark.parametrize("name", ["compose.yaml", "compose.cluster.yaml"])
+def test_every_command_that_starts_a_compose_file_sets_what_the_file_asks_for(name: str) -> None:
+    """Compose refuses the file otherwise: `${NAME:?why}`."""
+    asked = re.findall(r"\$\{(\w+):\?", (ROOT / "deploy" / name).read_text())
+    assert asked
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "deploy").glob("*.yaml")]
+    commands = [
+        line for page in pages for line in page.read_text().splitlines() if re.search(rf"compose -f deploy/{name} up", line)
+    ]
+    assert commands
+    for command in commands:
+        assert [variable for variable in asked if f"{variable}=" not in command] == []
+
+
 def test_compose_opens_loopback_only_and_has_a_node_for_each_replica() -> None:
     front, node = COMPOSE["services"]["front"], COMPOSE["services"]["node"]
     assert front["ports"] == ["127.0.0.1:8000:8000"]

@@ -167,6 +167,10 @@ def test_profile_private_is_what_a_sealed_server_takes(node: Node) -> None:
     assert any("profile private" in line for line in node.lines)
 
 
+def test_its_start_advises_no_api_keys_which_would_tell_it_who_asks(node: Node) -> None:
+    assert [line for line in node.lines if "api-keys" in line] == []
+
+
 def test_a_hardened_engine_answers_the_same_tokens(node: Node) -> None:
     with LLM(MODEL, num_threads=1) as llm:
         params = SamplingParams(temperature=0, max_tokens=12)

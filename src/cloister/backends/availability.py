@@ -6,8 +6,9 @@ from importlib import import_module
 from importlib.util import find_spec
 
 from cloister.types.errors import ConfigError
+from cloister.types.extras import install_command
 
-INSTALL_TORCH = "pip install 'cloister[torch]'"
+INSTALL_TORCH = install_command("torch")
 _WAYS_ON = "reinstall Cloister, or install the extra cloister[torch] and choose the back end torch"
 
 

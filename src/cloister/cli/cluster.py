@@ -15,6 +15,7 @@ import typer
 
 from cloister.cli.console import check_folder, err, leave, make_folder, make_progress, print_json, print_line, print_table
 from cloister.cli.serve import serve
+from cloister.types.addresses import check_scheme
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.text_files import read_text_file
 from cloister.types.tls_failures import describe_tls_failure
@@ -200,10 +201,7 @@ def _ask(
     from cloister.private.problems import PROBLEM_MEDIA_TYPE
 
     address = url.rstrip("/").removesuffix("/v1")
-    if not address.startswith(("http://", "https://")):
-        if ":" in address and "://" not in address:
-            raise ConfigError(f"the address {url} lacks its scheme; give http://{url}, or https:// with TLS", param="url")
-        raise ConfigError(f"{url} is not an address; give one such as {LOCAL_URL}", param="url")
+    check_scheme(url, "url", LOCAL_URL)
     key = None if api_key_file is None else read_text_file(api_key_file, param="api_key_file").strip()
     if key is not None and (not key.isascii() or len(key.split()) != 1):
         raise ConfigError(f"{api_key_file} does not hold an API key; write the key into it, on one line", param="api_key_file")

@@ -16,13 +16,17 @@ import typer
 from rich.markup import escape
 from rich.table import Table
 
+from cloister.backends.availability import INSTALL_TORCH
 from cloister.backends.native import describe_missing_kernels
 from cloister.cli.console import err, out, print_json
 from cloister.types.errors import OUT_OF_MEMORY, CloisterError, MemoryBudgetError, lacks_memory
 
 CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_vnni", "avx_vnni", "amx_tile", "asimd", "sve")
 COMPILERS = ("c++", "g++", "clang++")
-INSTALL_AGAIN = "`make clean install`, or `pip install --force-reinstall --no-deps --no-cache-dir cloister`"
+INSTALL_AGAIN = (
+    "in the clone `make clean install`, or there, with this environment's pip, `pip install --force-reinstall --no-deps "
+    "--no-cache-dir .` (not by the name cloister, which is another project's on the package index)"
+)
 ALL_SETS = "`pip install --config-settings=cmake.define.CLOISTER_ISA=all .`"
 HUB_TIMEOUT_S = 3.0
 MIB = 1 << 20
@@ -153,7 +157,7 @@ def check_torch(needed: bool, describe: Callable[[], str] | None = None) -> Chec
         if needed and lacks_memory(error):
             raise
         why = "not installed" if isinstance(error, ModuleNotFoundError) else f"it cannot be loaded ({type(error).__name__})"
-        advice = "get the native kernels, or `pip install 'cloister[torch]'`; a GPU needs the latter"
+        advice = f"get the native kernels, or `{INSTALL_TORCH}`; a GPU needs the latter"
         detail = why if needed else f"{why}; only encoders, images, a GPU and a few families need it"
         return Check("torch", not needed, detail, advice, essential=needed)
     return Check("torch", True, detail, essential=needed)

@@ -15,6 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from cloister.cli.console import err, print_json, print_line, print_table
 from cloister.cli.console import out as console
 from cloister.types.errors import ConfigError
+from cloister.types.extras import install_command
 
 if TYPE_CHECKING:
     from cloister.train.head_training import HeadSettings
@@ -192,7 +193,7 @@ def _gather(
 ) -> Material:
     """Returns the training data from the flags shared by all three verbs (ConfigError if torch is missing)."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("training needs torch; install it with: pip install 'cloister[torch]'")
+        raise ConfigError(f"training needs torch; install it with: {install_command('torch')}")
     from cloister.train.session import Material
 
     return Material(

@@ -40,6 +40,7 @@ from cloister.trust.transparency.issuer_keys import OVERLAP_S
 from cloister.trust.transparency.membership import Member
 from cloister.trust.transparency.refusal import TransparencyError
 from cloister.trust.transparency.trust import Trust, read_trust
+from cloister.types.addresses import check_scheme
 from cloister.types.errors import ConfigError
 
 WELL_KNOWN = "/.well-known/cloister"
@@ -97,6 +98,9 @@ class Session:
             None pads each to the smallest size that holds it, and refuses images under `private`.
         below: random source of the draw; default: the system's.
         now: returns Unix seconds.
+
+    Raises:
+        ConfigError: the relay's address lacks its scheme.
     """
 
     def __init__(
@@ -115,6 +119,7 @@ class Session:
         below: Below = secrets.randbelow,
         now: Callable[[], float] = time.time,
     ) -> None:
+        check_scheme(relay, "relay")
         self.relay = relay.rstrip("/") + "/"
         self.now = now
         self.trust = trust if isinstance(trust, Trust) else read_trust(Path(trust))

@@ -24,6 +24,7 @@ from cloister.trust.transparency.checks import VerifiedEpoch, View, believe, nee
 from cloister.trust.transparency.epoch import MAX_BUNDLE_BYTES
 from cloister.trust.transparency.refusal import TransparencyError
 from cloister.trust.transparency.trust import Trust
+from cloister.types.addresses import check_scheme
 from cloister.types.errors import ConfigError
 
 WELL_KNOWN: Final = "/.well-known/cloister"
@@ -64,7 +65,11 @@ def fetch_from(url: str, client: httpx.Client) -> Fetch:
     """Returns a function that fetches public files of a program at `url`.
 
     The function raises `RelayUnreachableError` if there is no valid answer.
+
+    Raises:
+        ConfigError: the address lacks its scheme.
     """
+    check_scheme(url, "url")
     base = url.rstrip("/")
 
     def fetch(path: str, most_bytes: int) -> bytes | None:

@@ -39,7 +39,11 @@ from cloister.types.events import Ended, Event, KVLoaded, PrefixLeased, Schedule
 from cloister.types.request import ModelInfo, Request
 from cloister.types.scope import Scope
 
-DIFFERENT_MODELS: Final = "the replicas do not serve the same model and formats; start them with the same settings"
+DIFFERENT_MODELS: Final = (
+    "the replicas do not compute the same: their model's files, versions of Cloister or instruction sets differ; give all "
+    "machines the same files and version, and where processors differ a build for one set that all have, such as "
+    "CLOISTER_ISA=avx2 (docs/cluster.md, Several machines)"
+)
 DEFAULT_BLOCK_SIZE: Final = 16
 QUIET_LOOKS: Final = 2
 """Looks in a row that find no request before the engines are drained."""

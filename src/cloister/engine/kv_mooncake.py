@@ -27,6 +27,7 @@ from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
 from cloister.engine.kv_frames import MAX_HALF_BYTES, KVLinkError, pack, read_exactly, receive_frame, time_left
 from cloister.types.errors import ConfigError
+from cloister.types.extras import install_command
 
 ADDRESS: Final = "127.0.0.1"
 NUM_MEMORIES: Final = 24
@@ -115,7 +116,7 @@ class Mooncake:
             from mooncake.engine import TransferEngine
         except ImportError as error:
             raise ConfigError(
-                "kv_transfer mooncake needs an extra, pip install 'cloister[mooncake]', and a library of the system, libibverbs"
+                f"kv_transfer mooncake needs an extra, {install_command('mooncake')}, and a library of the system, libibverbs"
                 f" (Debian: apt install libibverbs1): {error}",
                 param="kv_transfer",
             ) from error

@@ -40,7 +40,7 @@ def describe_start(
     config, front = settings.engine.config, settings.server.config
     if front.replicas > 1 or front.on != LOCAL:
         where = "" if front.on == LOCAL else f" on {front.on} ({front.ray_address or 'this machine alone'})"
-        yield f"{_say_number(front)} replicas{_say_roles(front)}{where}, router {front.router}; each:"
+        yield f"{_say_number(front)} replicas{_say_roles(front)}{_say_standby(front)}{where}, router {front.router}; each:"
     num_threads = config.num_threads
     threads = "1 thread" if num_threads == 1 else f"{num_threads} threads" if num_threads else "as many threads as it gets CPUs"
     yield f"{model.name} ({model.fingerprint}) on {model.backend}, {config.device}, {threads}"
@@ -81,6 +81,12 @@ def _say_roles(front: ServerConfig) -> str:
         return ""
     counts = {"prefill": front.prefill, "decode": front.decode, "mixed": front.replicas - front.prefill - front.decode}
     return f" ({', '.join(f'{count} {role}' for role, count in counts.items() if count)})"
+
+
+def _say_standby(front: ServerConfig) -> str:
+    if not front.standby:
+        return ""
+    return f", {front.standby} of them {'stands' if front.standby == 1 else 'stand'} by until another one is lost"
 
 
 def _say_drafts(config: EngineConfig, drafters: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Reports slow loads on standard error: a progress bar on a terminal, one line at start and end elsewhere."""
+"""Reports slow loads on standard error: a progress bar on a terminal, elsewhere a line at start and end and some between."""
 
 from __future__ import annotations
 
@@ -19,6 +19,8 @@ T = TypeVar("T")
 
 QUICK_S: Final = 1.0
 """A load that finishes earlier prints nothing."""
+REPORT_S: Final = 20.0
+"""Without a terminal a load that goes on says so often where it is: a calibration takes minutes, and looks hung otherwise."""
 
 _logger = logging.getLogger(__name__)
 
@@ -30,6 +32,7 @@ class Loading:
         name: name of what is loaded.
         shown: False prints nothing.
         quick_s: delay before the first output, in seconds.
+        report_s: seconds between further lines where there is no terminal.
         stream: output stream; None is standard error.
     """
 
@@ -39,6 +42,7 @@ class Loading:
         *,
         shown: bool = True,
         quick_s: float = QUICK_S,
+        report_s: float = REPORT_S,
         stream: TextIO | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -47,7 +51,8 @@ class Loading:
         self._clock = clock or WallClock()
         self._since_s: float | None = None
         self._lock = threading.Lock()
-        self._timer = threading.Timer(quick_s, self._show) if shown else None
+        self._report_s = report_s
+        self._timer = self._make_timer(quick_s) if shown else None
         self._phase, self._done = "", 0
         self._total: int | None = None
         self._bar: Progress | None = None
@@ -63,7 +68,6 @@ class Loading:
             if self._since_s is None:
                 self._since_s = self._clock.now()
                 if self._timer is not None:
-                    self._timer.daemon = True
                     self._timer.start()
             self._phase, self._done, self._total = phase, 0, total
             self._draw()
@@ -81,10 +85,10 @@ class Loading:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         with self._lock:
             self._is_over = True
+            if self._timer is not None:
+                self._timer.cancel()
             if self._bar is not None:
                 self._bar.stop()
             elif self._speaks and kind is None and self._since_s is not None:
@@ -94,10 +98,13 @@ class Loading:
         with self._lock:
             if self._is_over:
                 return
-            self._speaks = True
             if not self._stream.isatty():
-                self._tell(f"loading {self._name}: {self._phase}")
+                self._tell(self._describe())
+                self._speaks = True
+                self._timer = self._make_timer(self._report_s)
+                self._timer.start()
                 return
+            self._speaks = True
             from rich.console import Console
             from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
@@ -106,6 +113,17 @@ class Loading:
             self._bar.add_task("", total=None)
             self._draw()
             self._bar.start()
+
+    def _make_timer(self, delay_s: float) -> threading.Timer:
+        timer = threading.Timer(delay_s, self._show)
+        timer.daemon = True
+        return timer
+
+    def _describe(self) -> str:
+        if not self._speaks or self._since_s is None:
+            return f"loading {self._name}: {self._phase}"
+        parts = f", {self._done} of {self._total}" if self._total else ""
+        return f"still loading {self._name} after {self._clock.now() - self._since_s:.0f} s: {self._phase}{parts}"
 
     def _draw(self) -> None:
         if self._bar is not None:

@@ -135,7 +135,7 @@ def _draft_names(config: EngineConfig) -> list[str]:
     return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
 
 
-async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
+async def open_node(settings: Settings, _gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
     from cloister.cluster.sealed_unit import SealedUnit
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting
@@ -198,7 +198,8 @@ async def open_node(settings: Settings, gate: Gate, announce: Callable[[str], No
         await engine.drain(0.0)
         raise
     return_free_memory()
-    for line in describe_start(settings, engine.model, engine.memory, engine.startup, gate.notice()):
+    # No notice that API keys are missing: a node is not told who asks, and its gateway takes a token for each request.
+    for line in describe_start(settings, engine.model, engine.memory, engine.startup, None):
         announce(line)
     announce(f"keys in the key service ({pool.memory}), one worker for each request")
     max_workers, wanted = fit_workers(config, front)

@@ -31,6 +31,7 @@ from cloister.types.config import (
     setting_names,
 )
 from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.extras import install_command
 from cloister.types.refusals import Refusals
 from cloister.types.setting_groups import GROUPS, flatten_groups
 from cloister.types.text_files import read_text_file
@@ -167,7 +168,7 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
     resolved = Settings(engine, _resolve_router(policy, front, refusals), policy)
     refusals.extend(_check_handover(server.config, engine.config))
     if server.config.on == "ray" and importlib.util.find_spec("ray") is None:
-        refusals.add(ConfigError("replicas on Ray need an extra: pip install 'cloister[ray]'", param="on"))
+        refusals.add(ConfigError(f"replicas on Ray need an extra: {install_command('ray')}", param="on"))
     return resolved
 
 
@@ -221,7 +222,7 @@ def _check_kv_transfer(
         yield ConfigError("kv_transfer needs the prefix cache; leave it out, or prefix_cache on", param="kv_transfer")
     if is_through_mooncake and importlib.util.find_spec("mooncake") is None:  # last: the profile may refuse it anyway
         yield ConfigError(
-            "kv_transfer mooncake needs an extra: pip install 'cloister[mooncake]'; or set it to shm", param="kv_transfer"
+            f"kv_transfer mooncake needs an extra: {install_command('mooncake')}; or set it to shm", param="kv_transfer"
         )
 
 

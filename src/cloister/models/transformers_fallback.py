@@ -13,6 +13,7 @@ from cloister.backends.spec import DecoderSpec
 from cloister.models.families import FAMILIES
 from cloister.models.sources import StoredWeights
 from cloister.types.errors import ModelError
+from cloister.types.extras import install_command
 
 _SIZES: Final[Mapping[str, Sequence[str]]] = {
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -43,7 +44,7 @@ def open_foreign(path: Path, config: Mapping[str, Any]) -> tuple[DecoderSpec, We
         names = ", ".join(map(str, config.get("architectures") or [])) or "none"
         raise ModelError(
             f"config.json names the architecture {names}; supported are: {', '.join(FAMILIES)}. Others run through "
-            "transformers, slowly: pip install 'cloister[fallback]'",
+            f"transformers, slowly: {install_command('fallback')}",
             param="architectures",
         )
     vocab_size = _size(config, ("vocab_size",))

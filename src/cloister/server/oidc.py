@@ -19,6 +19,7 @@ import msgspec
 
 from cloister.policy.oidc import AccessTokenError, People, Person, may_be_fetched
 from cloister.types.errors import ConfigError, EngineError
+from cloister.types.extras import install_command
 
 if TYPE_CHECKING:
     import httpx
@@ -164,7 +165,7 @@ def check_extra() -> None:
     try:
         import joserfc  # noqa: F401
     except ImportError:
-        raise ConfigError("tokens of an issuer need an extra: pip install 'cloister[oidc]'", param="oidc") from None
+        raise ConfigError(f"tokens of an issuer need an extra: {install_command('oidc')}", param="oidc") from None
 
 
 def _registry() -> JWSRegistry:

@@ -21,6 +21,7 @@ from cloister.server.calls import HttpCall
 from cloister.server.logs import QUIET_ROUTES, method_of
 from cloister.types.config import ServerConfig
 from cloister.types.errors import ConfigError
+from cloister.types.extras import install_command
 
 if TYPE_CHECKING:
     from opentelemetry.context import Context
@@ -259,7 +260,7 @@ def _provide(address: str, delay_s: float) -> TracerProvider:
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
         raise ConfigError(
-            "otlp_endpoint needs OpenTelemetry; install it with: pip install 'cloister[otel]'", param="otlp_endpoint"
+            f"otlp_endpoint needs OpenTelemetry; install it with: {install_command('otel')}", param="otlp_endpoint"
         ) from None
     # An unreachable collector is reported once per failed batch; the transport's own logging would repeat it.
     logging.getLogger("urllib3").setLevel(logging.ERROR)

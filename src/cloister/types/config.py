@@ -113,7 +113,13 @@ class EngineConfig:
     stall_floor_ms: float = setting(
         45.0, "A step of this time is short enough for any stream: prefill may fill it, whatever `max_stall`.", low=0
     )
-    scheduler: str = setting("fcfs", "Who goes first.")
+    scheduler: str = setting(
+        "fcfs",
+        "Whose tokens are computed first: fcfs (by arrival), priority (by the key's class, then deadline), fair (the tenant"
+        " that got least), lpm (most of its prompt cached), prefill_only (shortest prefill), mlfq (short requests), cfs (fewest"
+        " tokens so far), reorder (by arrival, but what fits passes what does not), qoe (whose reader gains most) or static"
+        " (whole batches, to compare with).",
+    )
     prefix_cache: bool | None = setting(None, "Reuse KV of equal prefixes inside a scope; unset, the profile's default.")
     release_prefixes: str | None = setting(
         None,
@@ -168,8 +174,9 @@ class EngineConfig:
     )
     speculate: str | None = setting(
         None,
-        "Drafters, whose tokens the model verifies, several a step: none, auto (those available, whenever faster), or"
-        " comma-separated names; unset, auto if a setting of drafters is given, else none.",
+        "Drafters, whose tokens the model verifies, several a step: none, auto (those available, whenever faster), or names,"
+        " comma-separated: ngram, rest, medusa, blockwise, draft_model, long_spec, lookahead, mtp, recycling, spec_infer;"
+        " unset, auto if a setting of drafters is given, else none.",
     )
     draft_model: str | None = setting(
         None,

@@ -230,3 +230,9 @@ def test_errors_say_what_to_do(tmp_path: Path) -> None:
     run("log", "init", tmp_path / "log", "--key", tmp_path / "log.key")
     with pytest.raises(ConfigError, match="0 entries"):
         run("log", "proof", tmp_path / "log", "--log", key, "--index", 0)
+
+
+def test_a_missing_key_is_told_the_whole_command_that_makes_it(tmp_path):
+    path = tmp_path / "witness.key"
+    with pytest.raises(ConfigError, match=rf"make one with: cloister log key NAME --out {path}, .* --role ROLE"):
+        read_key(path)

@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from cloister.trust.transparency.files import write_whole
 from cloister.trust.transparency.log import Log
 from cloister.trust.transparency.merkle import (
     EMPTY_ROOT,
@@ -248,3 +249,16 @@ def test_two_writers_take_turns(tmp_path: Path) -> None:
     newest = log.checkpoint()[0]
     assert log.root(newest.size) == newest.root
     assert newest.size >= 40
+
+
+@pytest.mark.parametrize(
+    ("number", "remedy"), [(errno.ENOSPC, "free some space there"), (errno.EACCES, "check the path and who may write there")]
+)
+def test_what_cannot_be_written_is_told_what_to_do(tmp_path, monkeypatch, number, remedy):
+    def fail(descriptor):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(ConfigError, match=f"cannot write .*: {os.strerror(number)}; {remedy}"):
+        write_whole(tmp_path / "log.key", b"key")
+    assert list(tmp_path.iterdir()) == []

@@ -22,6 +22,7 @@ from cloister.backends.torch.schedule import Team
 from cloister.backends.torch.streams import INPUT_TABLE, table_bytes
 from cloister.backends.torch.vision import tower_bytes
 from cloister.types.errors import ConfigError
+from cloister.types.extras import install_command
 
 NUMERICS = 1  # raise it when an answer may change in its last bit
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -149,7 +150,7 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
     if numerics not in ("exact", "fast"):
         raise ConfigError(f"numerics must be exact or fast, not {numerics!r}", param="numerics")
     if device == "cuda" and find_spec("triton") is None:
-        raise ConfigError("CUDA needs triton; pip install 'cloister[gpu]'", param="device")
+        raise ConfigError(f"CUDA needs triton; {install_command('gpu')}", param="device")
     if numerics == "exact":
         return
     if device != "cuda":
@@ -157,9 +158,7 @@ def check_libraries(device: str, dtype: str, numerics: str) -> None:
     if dtype != "bfloat16":
         raise ConfigError("numerics fast needs the dtype bfloat16", param="dtype")
     if find_spec("flashinfer") is None:
-        raise ConfigError(
-            "numerics fast needs FlashInfer; pip install 'cloister[flashinfer]', or choose exact", param="numerics"
-        )
+        raise ConfigError(f"numerics fast needs FlashInfer; {install_command('flashinfer')}, or choose exact", param="numerics")
 
 
 def _row_bytes(spec: DecoderSpec) -> int:

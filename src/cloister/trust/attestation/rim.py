@@ -20,6 +20,7 @@ from cloister.trust.attestation.certificates import MAX_CHAIN, check_chain, load
 from cloister.trust.attestation.evidence import EvidenceError
 from cloister.trust.attestation.gpu_report import GpuReport
 from cloister.trust.attestation.revocation import NO_STATUSES, Statuses, check_revocation, read_statuses
+from cloister.types.extras import install_command
 
 RIM_ROOTS: Final = frozenset({"dec1dc316477aa851eebdf51327ae9f864bc8d89254657ed1e7eb9168af1e1a3"})
 """SHA-256 of the key of the "NVIDIA CoRIM signing Root CA" as SubjectPublicKeyInfo."""
@@ -153,7 +154,7 @@ def _import_libraries() -> tuple[Any, Any]:
         from lxml import etree  # type: ignore[import-untyped]
     except ImportError:
         raise AttestationError(
-            "checking NVIDIA's reference measurements needs signxml; install it with: pip install 'cloister[attest]'"
+            f"checking NVIDIA's reference measurements needs signxml; install it with: {install_command('attest')}"
         ) from None
     return signxml, etree
 

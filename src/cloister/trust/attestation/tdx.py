@@ -16,6 +16,7 @@ from cryptography.hazmat.primitives.serialization import Encoding
 from cloister.trust.attestation.base import NUM_RTMRS, AttestationError, AttestationPolicy, Findings, check_register
 from cloister.trust.attestation.certificates import check_chain, digest_key, load_certificates
 from cloister.trust.attestation.evidence import Evidence, EvidenceError
+from cloister.types.extras import install_command
 
 # An Intel TDX quote, version 4 or 5, as fields ("Intel TDX DCAP Quoting Library API", appendix A). Pure; verifies nothing.
 #
@@ -296,7 +297,7 @@ def _import_library() -> Any:
         import dcap_qvl  # type: ignore[import-untyped]
     except ImportError:
         raise AttestationError(
-            "checking Intel TDX needs the library dcap-qvl; install it with: pip install 'cloister[attest]'"
+            f"checking Intel TDX needs the library dcap-qvl; install it with: {install_command('attest')}"
         ) from None
     return dcap_qvl
 

@@ -15,6 +15,7 @@ from typing import Final, Protocol
 
 from cloister.trust.tokens.challenge import Token
 from cloister.types.errors import CloisterError, ConfigError
+from cloister.types.extras import install_command
 
 WAIT_S = 5.0
 """Timeout of a store, after which the request is refused."""
@@ -99,9 +100,7 @@ def check_epoch(store: SpendStore, log: str, known: int, number: int) -> None:
 
 def missing_extra(library: str) -> ConfigError:
     """The error for a missing client library of a store."""
-    return ConfigError(
-        f"this spend store needs {library}; install it with: pip install 'cloister[stores]'", param="spend_store"
-    )
+    return ConfigError(f"this spend store needs {library}; install it with: {install_command('stores')}", param="spend_store")
 
 
 # Expiry of spent-token records, by a wall clock that is trusted only after an hour of agreement with uptime.

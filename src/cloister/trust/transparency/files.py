@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import glob
 import os
@@ -43,7 +44,10 @@ def write_whole(path: Path, data: bytes, mode: int = PUBLIC) -> None:
             raise
         sync_directory(path.parent)
     except OSError as error:
-        raise ConfigError(f"cannot write {path}: {error.strerror}") from None
+        remedy = (
+            "free some space there" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check the path and who may write there"
+        )
+        raise ConfigError(f"cannot write {path}: {error.strerror}; {remedy}") from None
 
 
 def _make_directory(directory: Path) -> None:
@@ -119,15 +123,19 @@ def read_key(path: Path) -> PrivateKey:
             mode = os.fstat(file.fileno()).st_mode
             text = file.read(4096).decode()
     except OSError as error:
-        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; make one with: cloister log key") from None
+        raise ConfigError(f"no signer key can be read at {path}: {error.strerror}; {_make_key(path)}") from None
     except UnicodeDecodeError:
-        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; make one with: cloister log key") from None
+        raise ConfigError(f"{path} is not valid UTF-8, so it is no signer key; {_make_key(path)}") from None
     if mode & _OTHERS:
         raise ConfigError(f"other users can open the signer key {path}; close it with: chmod 600 {path}")
     try:
         return PrivateKey.parse(text)
     except TransparencyError as error:
         raise ConfigError(f"{path}: {error.message}") from None
+
+
+def _make_key(path: Path) -> str:
+    return f"make one with: cloister log key NAME --out {path}, and for all but a log's own --role ROLE (its --help has them)"
 
 
 def write_key(path: Path, key: PrivateKey) -> None:
