@@ -32,7 +32,7 @@ from cloister.types.events import (
     end_output,
 )
 from cloister.types.images import MAX_REQUEST_PIXELS_BYTES, ImageTile
-from cloister.types.request import BeamSearch, FinishReason, Request, SequenceOutput
+from cloister.types.request import KEYLESS_TENANT, BeamSearch, FinishReason, Request, SequenceOutput
 from cloister.types.scope import LOCAL_SCOPE
 from tests.engine.fake_transport import MODEL, FakeTransport, opened_client
 from tests.engine.replica import make_request
@@ -51,8 +51,10 @@ class Front:
         self.client = opened_client(transport, self.clock, max_waiting=max_waiting, max_num_seqs=max_num_seqs)
         self.client.subscribe(self.events.append)
 
-    def submit(self, n: int = 1, images: tuple[ImageTile, ...] = (), beams: BeamSearch | None = None) -> Request:
-        request = msgspec.structs.replace(make_request(n=n, beams=beams), images=images)
+    def submit(
+        self, n: int = 1, images: tuple[ImageTile, ...] = (), beams: BeamSearch | None = None, tenant: str = KEYLESS_TENANT
+    ) -> Request:
+        request = msgspec.structs.replace(make_request(n=n, beams=beams), images=images, tenant=tenant)
         self.client.submit(request, self.outputs.append)
         return request
 
@@ -162,6 +164,36 @@ def test_a_full_queue_refuses_and_says_when_to_come_back() -> None:
         front.submit()
     assert refusal.value.retry_after_s == 1.0
     assert front.client._requests.num_waiting == 4
+
+
+def test_a_tenant_that_floods_leaves_places_of_the_queue_for_others() -> None:
+    front = Front(max_waiting=16, max_num_seqs=1)
+    flood = [front.submit(tenant="flood")]
+    front.start(flood[0])
+    for _ in range(3):
+        while front.client._requests.num_waiting < 12:  # three times what is free
+            flood.append(front.submit(tenant="flood"))
+        with pytest.raises(QueueFullError, match="this key's tenant") as refusal:
+            front.submit(tenant="flood")
+        assert refusal.value.retry_after_s > 0.0
+        front.end(flood.pop(0))  # what becomes free is the flood's again, and no more
+        front.start(flood[0])
+    waiting = [front.submit(tenant="another") for _ in range(3)]
+    assert front.client._requests.num_waiting == 14
+    with pytest.raises(QueueFullError, match="this key's tenant"):
+        front.submit(tenant="flood")
+    front.submit(tenant="a third one")
+    assert all(front.client.find(request.request_id) is not None for request in waiting)
+
+
+def test_a_tenant_has_all_slots_and_the_whole_queue_where_all_have_one_name() -> None:
+    front = Front(max_waiting=0, max_num_seqs=3)
+    for _ in range(3):
+        front.submit(tenant="alone")
+    front = Front(max_waiting=4, max_num_seqs=1)
+    for _ in range(5):
+        front.submit()
+    assert front.client._requests.num_waiting == 5
 
 
 def test_the_wait_is_estimated_from_recent_completions() -> None:

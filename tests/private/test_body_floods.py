@@ -16,7 +16,7 @@ from starlette.types import Message, Scope
 from cloister.private import http_io
 from cloister.private.http_io import Body
 from cloister.private.problems import ProblemError
-from cloister.server.load_shedding import BodyBudget, BodyPace
+from cloister.server.load_shedding import BodyBudget, BodyCharge, BodyPace
 from cloister.server.middleware.body import BodyMiddleware
 from cloister.trust.sealing import CHUNKED, WHOLE, HttpRequest, RequestHead
 from tests import virtual_time
@@ -108,6 +108,26 @@ def test_the_largest_body_of_the_largest_network_gives_way_and_whole_ones_stay()
     for charge in (honest, whole, small, large):
         charge.close()
     assert budget.num_bytes == 0
+
+
+def test_whole_bodies_of_one_owner_leave_memory_for_those_of_others() -> None:
+    budget = BodyBudget(1000, small_bytes=10)
+
+    def send(num_bytes: int, owner: str) -> BodyCharge:
+        charge = budget.open("network", owner)
+        charge.add(num_bytes)
+        charge.is_whole = True
+        return charge
+
+    held = [send(100, "flood") for _ in range(20)]
+    assert [charge.is_shed for charge in held] == [False] * 7 + [True] * 13
+    assert not any(send(100, owner).is_shed for owner in ("another", "a third one")), "of the same network"
+    assert send(100, "flood").is_shed
+    assert not send(10, "flood").is_shed, "small ones have the reserve"
+    for charge in held[:5]:
+        charge.close()
+    assert not send(100, "flood").is_shed
+    assert not send(100, "").is_shed, "whom nobody knows has no share"
 
 
 def test_a_body_that_waits_for_its_client_lets_go_as_soon_as_it_gives_way() -> None:

@@ -13,6 +13,7 @@ import pytest
 from cloister.engine import EngineClient
 from cloister.policy import Credentials
 from cloister.server.connection import Connection
+from cloister.server.load_shedding import BodyBudget
 from cloister.server.middleware.body import BodyMiddleware
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
@@ -117,6 +118,43 @@ def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
     scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-type", b"application/json")]}
     asyncio.run(BodyMiddleware(app, 8000, 5.0, {"/read"})(scope, receive, None))
     assert [len(message["body"]) for message in found] == [kept]
+
+
+@pytest.mark.parametrize(("keys", "statuses"), [(KEYS, [200] * 3 + [503] * 2), (None, [200] * 4 + [503])])
+def test_requests_of_one_tenant_that_last_leave_memory_for_the_bodies_of_others(keys, statuses):
+    gate, budget = make_gate("team", keys), BodyBudget(400_000, reserve_bytes=0)
+
+    async def answer(admission) -> int:
+        async def receive():
+            return {"type": "http.request", "body": bytes(90_000), "more_body": False}
+
+        async def send(message) -> None:
+            if message["type"] == "http.response.start":
+                status.set_result(message["status"])
+
+        async def last(scope, receive, send) -> None:
+            await receive()
+            status.set_result(200)
+            await asyncio.sleep(600)
+
+        status = asyncio.get_running_loop().create_future()
+        scope = {"type": "http", "method": "POST", "path": "/read", "headers": [(b"content-type", b"application/json")]}
+        scope["state"] = {"admission": admission}
+        app = BodyMiddleware(last, 100_000, 5.0, {"/read"}, budget)
+        tasks.append(asyncio.create_task(app(scope, receive, send)))
+        return await status
+
+    async def run() -> tuple[list[int], int]:
+        flood = [await answer(gate.admit(ALICE)) for _ in range(5)]
+        other = await answer(gate.admit(BOB))
+        for task in tasks:
+            task.cancel()
+        return flood, other
+
+    tasks = []
+    flood, other = asyncio.run(run())
+    assert flood == statuses
+    assert other == (503 if keys is None else 200)
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):

@@ -40,9 +40,12 @@ from cloister.types.events import (
 )
 from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS
 from cloister.types.logs import describe
-from cloister.types.request import FinishReason, Request, SequenceOutput
+from cloister.types.request import KEYLESS_TENANT, FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
+TENANT_RATIO: Final = 3
+"""A tenant may have so many times the places of the queue that are still free. So a flood never takes the last ones, however
+long it lasts (dynamic thresholds: Choudhury and Hahne 1998, IEEE/ACM Transactions on Networking 6(2))."""
 _MAX_RETRY_S: Final = 60.0
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 POISONED: Final = (
@@ -339,13 +342,23 @@ class InFlightRequests:
         return bool(self._by_id or self._of_others or self._shadows or self._leaving)
 
     def has_room(self) -> bool:
-        """True if another request may be queued."""
-        # Requests without a reply yet do not count as waiting while the engine has free slots. If requests were still queued
-        # after the last step, there are none (or no memory for them).
+        """True if another request may be queued, of some tenant."""
+        return self.num_waiting < self._max_waiting + self._count_slots()
+
+    def _count_slots(self) -> int:
+        """Returns the free slots: requests without a reply yet do not count as waiting while there are some. If requests were
+        still queued after the last step, there are none (or no memory for them)."""
         num_running = sum(len(r.open) for r in self._by_id.values() if r.stats.scheduled_s is not None)
         step = self.last_step
-        num_slots = 0 if step is not None and step.num_queued else max(0, self._max_num_seqs - num_running)
-        return self.num_waiting < self._max_waiting + num_slots
+        return 0 if step is not None and step.num_queued else max(0, self._max_num_seqs - num_running)
+
+    def _has_room_for(self, tenant: str) -> bool:
+        """True if a tenant may queue another request, in a queue that is not full: others find some places."""
+        num_free = self._max_waiting + self._count_slots() - self.num_waiting
+        if tenant == KEYLESS_TENANT or num_free > self._max_waiting:  # all have this name, or nobody has to wait
+            return True
+        waiting = (r for r in self._by_id.values() if r.stats.scheduled_s is None and r.sink is not None)
+        return sum(r.request.tenant == tenant for r in waiting) < TENANT_RATIO * num_free
 
     def subscribe(self, listener: EventListener) -> None:
         """Registers `listener`, which is called with every event of these requests and of every step."""
@@ -359,12 +372,16 @@ class InFlightRequests:
         """Checks whether another request can be accepted.
 
         Raises:
-            QueueFullError: too many wait, or those that are there have too many images.
+            QueueFullError: too many wait, of all or of this tenant, or those that are there have too many images.
             InvalidRequestError: its id is in use, its `n` is zero or too large, or its images are too many.
         """
         if not self.has_room():
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already; try again later", retry_after_s=self._estimate_retry_s()
+            )
+        if not self._has_room_for(request.tenant):
+            raise QueueFullError(
+                "too many requests of this key's tenant wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
         if request.request_id in self._by_id or request.request_id in self._shadows:
             raise InvalidRequestError("the request id is in use; choose another one", param="request_id")

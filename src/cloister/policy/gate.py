@@ -14,12 +14,12 @@ from cloister.policy.credentials import Credential, Credentials, RandomBytes
 from cloister.policy.policy import Policy, Use
 from cloister.policy.quotas import Account
 from cloister.types.errors import AuthenticationError, ConfigError, InvalidRequestError, PolicyError
+from cloister.types.request import KEYLESS_TENANT
 from cloister.types.scope import LOCAL_SCOPE, PERSON_LIFETIME_S, SESSION_LIFETIME_S, Scope, ScopeKind
 
 if TYPE_CHECKING:
     from cloister.policy.oidc import People, Person
 
-KEYLESS_TENANT = "local"
 MAX_PEOPLE = 65_536
 """Number of users whose usage is counted; beyond it, the least recently used count is dropped."""
 _KEYLESS_OWNER = b"local"

@@ -117,6 +117,11 @@ SMALL_RESERVE_BYTES: Final = 8 * 2**20
 """Reserve above the ceiling, for small bodies only."""
 
 
+OWNER_RATIO: Final = 3
+"""The bodies of one owner may take so many times the memory that is still free, as in the queue of an engine
+(`engine.in_flight.TENANT_RATIO`)."""
+
+
 BODY_CHARGE: Final = "body_charge"
 """State key of a request for the charge of its body."""
 
@@ -126,15 +131,17 @@ class BodyCharge:
 
     Attributes:
         network: network of its client.
+        owner: who sent it, where clients are known; empty where not.
         num_bytes: current charge.
         is_whole: set by the reader with the last piece; once that is charged the body is never shed.
         is_shed: it was shed, and its reader must release it.
         on_shed: called when it is shed.
     """
 
-    def __init__(self, budget: BodyBudget, network: str) -> None:
+    def __init__(self, budget: BodyBudget, network: str, owner: str = "") -> None:
         self._budget = budget
         self.network = network
+        self.owner = owner
         self.num_bytes = 0
         self.is_whole = False
         self.is_shed = False
@@ -163,7 +170,8 @@ class BodyBudget:
 
     At the ceiling it sheds the largest incomplete body of the network with the most bytes; complete bodies stay until their
     readers release them. A flood of large bodies therefore drops its own. If complete bodies alone reach the ceiling, small
-    ones are still accepted, up to a second limit.
+    ones are still accepted, up to a second limit. Complete bodies are never shed and may stay for as long as their requests, so
+    large bodies of one owner may take OWNER_RATIO times what is still free, and others find some memory.
 
     Args:
         limit_bytes: ceiling of all bodies together; at least the limit of one.
@@ -187,9 +195,13 @@ class BodyBudget:
         self._charges: dict[BodyCharge, None] = {}
         self.num_bytes = 0
 
-    def open(self, network: str) -> BodyCharge:
-        """Returns the account of a new body."""
-        charge = BodyCharge(self, network)
+    def open(self, network: str, owner: str = "") -> BodyCharge:
+        """Returns the account of a new body.
+
+        Args:
+            owner: who sends it, where clients are known; empty where not.
+        """
+        charge = BodyCharge(self, network, owner)
         self._charges[charge] = None
         return charge
 
@@ -201,19 +213,30 @@ class BodyBudget:
         """Sheds incomplete bodies, large ones first, until the rest fits.
 
         Args:
-            newest: the body that has just grown. It is shed itself if no other can be, unless it is small and fits the reserve.
+            newest: the body that has just grown. It is shed itself if no other can be, unless it is small and fits the reserve;
+                and if it is large, and its owner has too much.
         """
+        if newest.owner and not self._is_small(newest) and self._has_too_much(newest.owner):
+            self._shed(newest)
+            return
         while self.num_bytes > self._limit_bytes:
             growing = [charge for charge in self._charges if not charge.is_whole and charge.num_bytes]
             large = [charge for charge in growing if not self._is_small(charge)]
             if self._is_small(newest) and not large and self.num_bytes <= self._limit_bytes + self._reserve_bytes:
                 return
             victim = self._heaviest(large or (growing if self._is_small(newest) else ()) or [newest])
-            victim.is_shed = True
-            victim.close()
-            victim.on_shed()
+            self._shed(victim)
             if victim is newest:
                 return
+
+    def _has_too_much(self, owner: str) -> bool:
+        held_bytes = sum(charge.num_bytes for charge in self._charges if charge.owner == owner)
+        return held_bytes > OWNER_RATIO * max(0, self._limit_bytes - self.num_bytes)
+
+    def _shed(self, charge: BodyCharge) -> None:
+        charge.is_shed = True
+        charge.close()
+        charge.on_shed()
 
     def _is_small(self, charge: BodyCharge) -> bool:
         return charge.num_bytes <= self._small_bytes

@@ -155,6 +155,10 @@ class Embedding(msgspec.Struct, frozen=True):
         return f"Embedding(num_dimensions={len(self.data) // 4})"
 
 
+KEYLESS_TENANT: Final = "local"
+"""Tenant of everybody on a server that asks for no keys."""
+
+
 class Request(msgspec.Struct, frozen=True, kw_only=True):
     """One admitted, tokenized request for an engine.
 
@@ -177,7 +181,7 @@ class Request(msgspec.Struct, frozen=True, kw_only=True):
     token_ids: list[int]
     sampling: SamplingParams
     scope: Scope = LOCAL_SCOPE
-    tenant: str = "local"
+    tenant: str = KEYLESS_TENANT
     priority: int = 0
     timeout_s: float = 600.0
     adapter: str | None = None
