@@ -17,6 +17,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A busy machine may take its time: only tests of deadlines have one."""
-    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
+    for module in ("scheduler.kv_load", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
         monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 300.0)
         monkeypatch.setattr(f"cloister.{module}.FOLLOW_TIMEOUT_S", 300.0)

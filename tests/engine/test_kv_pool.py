@@ -198,7 +198,7 @@ def test_a_dropped_scope_is_gone_for_all_engines_when_the_reply_comes(machine: M
     first.crowd_out()
     first.step()
     second.step()
-    root = first.engine.scheduler._requests._keys.root(ANN)  # type: ignore[union-attr]
+    root = first.engine.scheduler._requests.prefixes._keys.root(ANN)  # type: ignore[union-attr]
     blocks = [block for block in second.index._places.values() if block.root == root]
     kept = [os.pread(machine.pool.fd, RECORD_BYTES, record_of(second, block)) for block in blocks]
     assert blocks

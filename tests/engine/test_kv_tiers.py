@@ -244,7 +244,7 @@ def test_a_scope_that_ended_takes_its_key_along(make: Callable[..., Engine], tmp
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=1e6)
     engine.answer("first", scope=session)
     engine.crowd_out()
-    root = engine.engine.scheduler._requests._keys.root(session)  # type: ignore[union-attr]
+    root = engine.engine.scheduler._requests.prefixes._keys.root(session)  # type: ignore[union-attr]
     assert engine.tier.worker.find_secret(root) is not None
     engine.engine.clock._offset_s += 2e6
     engine.step()
@@ -629,7 +629,7 @@ def test_a_key_stays_while_either_tier_has_a_block_of_its_scope(make: Callable[.
     session = Scope(ScopeKind.SESSION, b"s", lifetime_s=1e6)
     engine.answer("first", scope=session)
     engine.crowd_out()
-    root = engine.engine.scheduler._requests._keys.root(session)  # type: ignore[union-attr]
+    root = engine.engine.scheduler._requests.prefixes._keys.root(session)  # type: ignore[union-attr]
     upper, lower = engine.tier.tiers.indexes
     assert root not in upper.kept
     assert root in lower.kept

@@ -448,7 +448,7 @@ def test_a_genuine_object_would_have_been_taken(make_peer: Callable[..., Peer], 
 def test_a_source_that_says_nothing_is_given_up_at_the_deadline(
     make_peer: Callable[..., Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for module in ("scheduler.kv_loads", "engine.kv_transfer"):
+    for module in ("scheduler.kv_load", "engine.kv_transfer"):
         monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 0.2)
     is_over = threading.Event()
     alone, target = make_peer(), make_peer()

@@ -200,7 +200,7 @@ def test_without_the_other_machine_everything_is_computed(
     expected: list[int],
     source: int,
 ) -> None:
-    for module in ("scheduler.kv_loads", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
+    for module in ("scheduler.kv_load", "scheduler.kv_exports", "engine.kv_transfer", "engine.kv_sockets"):
         monkeypatch.setattr(f"cloister.{module}.KV_LOAD_TIMEOUT_S", 5.0)
     from_, to = engines[source], engines[1 - source]
     tokens = prefill(from_)

@@ -13,7 +13,8 @@ from cloister.kv.objects import KVHeader
 from cloister.kv.table import first_seen
 from cloister.kv.tier_admission import TIER_ADMISSIONS
 from cloister.scheduler import POLICIES, BudgetConfig, Scheduler, SchedulerConfig
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, PREFETCH_HOLD_S
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S
+from cloister.scheduler.kv_loads import PREFETCH_HOLD_S
 from cloister.types.events import Arrived, Ended, KVLoaded, Resumption
 from cloister.types.layerwise import CellLayout
 from cloister.types.request import PoolingParams, Request, SamplingParams

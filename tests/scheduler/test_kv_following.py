@@ -8,8 +8,7 @@ import pytest
 from cloister.kv import NO_BLOCK, KVObject
 from cloister.kv.objects import KVHeader
 from cloister.scheduler.kv_exports import LAST_TOKENS, limit_followed_chunk
-from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
 from cloister.types.events import Ended, KVLoaded, PrefillDone, Resumption, Scheduled
 from cloister.types.request import FinishReason
 from tests.scheduler.test_kv_loads import BLOCK, LAYOUTS, LOCAL, ONCE, Engine, alone, evict_all, make_request

@@ -39,8 +39,8 @@ from cloister.engine.kv_unit import LinkSocket
 from cloister.kv import KVFormat, KVQuery, KVSealer
 from cloister.kv.objects import KVHeader, RestoredEntry
 from cloister.scheduler.kv_exports import KVEntry
-from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, MAX_STEP_BYTES
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.types.errors import CloisterError, ConfigError
 from cloister.types.logs import describe
 

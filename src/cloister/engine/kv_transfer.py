@@ -17,8 +17,8 @@ from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery
 from cloister.kv.objects import RestoredEntry
 from cloister.scheduler import Scheduler
 from cloister.scheduler.kv_exports import KVEntry
-from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S, MAX_STEP_BYTES
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
+from cloister.scheduler.kv_loads import MAX_STEP_BYTES
 from cloister.types.events import KVSource, PrefetchKV
 
 

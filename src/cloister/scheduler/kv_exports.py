@@ -12,8 +12,7 @@ from itertools import count
 from typing import Final
 
 from cloister.kv import NO_BLOCK, KVQuery
-from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
 from cloister.scheduler.request_table import RequestTable
 
 MAX_EXPORTS: Final = 8

@@ -14,6 +14,9 @@ from cloister.types.request import Request
 
 KV_LOAD_TIMEOUT_S: Final = 5.0
 """A load ends after this time, whatever has arrived."""
+FOLLOW_TIMEOUT_S: Final = 30.0
+"""The same for a load that follows a prompt and whose request has not come yet, counted from the last block that arrived: a
+step of the source may take long."""
 
 
 class KVLoad:
@@ -92,6 +95,10 @@ class KVLoad:
     def begin_wait(self, state: RequestState, now: float) -> None:
         """Notes that the request has come for which it followed a prompt."""
         self.state, self.awaited_s, self.deadline_s = state, now, now + KV_LOAD_TIMEOUT_S
+
+    def keep_following(self, now: float) -> None:
+        """Restarts the timeout of a load that follows a prompt and whose request has not come yet."""
+        self.deadline_s = now + FOLLOW_TIMEOUT_S
 
     @property
     def waits_for_steps(self) -> bool:

@@ -27,9 +27,6 @@ from cloister.types.request import Request
 from cloister.types.scope import ScopeKind
 from cloister.types.step import BlockLoad
 
-FOLLOW_TIMEOUT_S: Final = 30.0
-"""The same for a load that follows a prompt and whose request has not come yet, counted from the last block that arrived: a
-step of the source may take long."""
 PREFETCH_HOLD_S: Final = 10.0
 """KV prefetched for a request stays leased in the cache for this time."""
 OVERHEAD_WEIGHT: Final = 0.25
@@ -199,7 +196,8 @@ class KVLoads:
         """Begins a load of a prompt that another engine is computing, if there is room for all of it."""
         keys, root, owner = self._requests.prefixes.chain_of(request, request.token_ids, num_more=1)
         load = KVLoad(request, None, keys, root, owner, now)
-        load.follows, load.deadline_s = True, now + FOLLOW_TIMEOUT_S
+        load.follows = True
+        load.keep_following(now)
         if not self._begin(load, now):
             return
         num_missing = len(load.keys) - load.num_known
@@ -313,7 +311,7 @@ class KVLoads:
         for load, entry in step.loads:
             load.num_in_flight -= 1
             if load.follows and load.state is None:
-                load.deadline_s = now + FOLLOW_TIMEOUT_S
+                load.keep_following(now)
             if load.is_open and cache is not None and load.restore is None:
                 scope = load.request.scope
                 root, expires = kept_root(scope, load.root), scope.lifetime_s is not None and not load.is_copy

@@ -17,8 +17,7 @@ from cloister.cluster.virtual.network import VirtualNetwork
 from cloister.engine.kv_transfer import KVDemand, KVOffer, PulledKV
 from cloister.kv import KVFormat, KVObject, KVQuery, KVSealer
 from cloister.scheduler.kv_exports import KVEntry
-from cloister.scheduler.kv_load import KV_LOAD_TIMEOUT_S
-from cloister.scheduler.kv_loads import FOLLOW_TIMEOUT_S
+from cloister.scheduler.kv_load import FOLLOW_TIMEOUT_S, KV_LOAD_TIMEOUT_S
 
 SECRET: Final = b"the engines of a virtual cluster"
 PART_ENTRIES: Final = 1
