@@ -109,7 +109,7 @@ def test_the_bound_fits_the_files_that_a_process_may_open(monkeypatch, caplog):
     assert fit_connections(2048) == 2048
     assert limits["now"] == (2048 + RESERVED_FILES, 4096)
     assert fit_connections(10_000) == 4096 - RESERVED_FILES
-    assert f"takes {4096 - RESERVED_FILES} connections" in caplog.text
+    assert f"accepts {4096 - RESERVED_FILES} connections" in caplog.text
     limits["now"] = (1024, resource.RLIM_INFINITY)
     assert fit_connections(10_000) == 10_000
     limits["now"] = (100, 200)

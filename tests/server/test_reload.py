@@ -58,7 +58,7 @@ def test_a_running_server_follows_its_keys_without_dropping_a_stream(tmp_path):
         process.send_signal(signal.SIGHUP)
         wait_for(lambda: status(url, ann) == 200)
         _, printed = running.stop()
-    assert "the API keys stay as they were: the API key file" in printed
+    assert "the API keys could not be read again and stay as they were: the API key file" in printed
     assert "the API keys were read again" in printed
     assert ann not in printed
 
@@ -92,7 +92,7 @@ def test_a_change_is_seen_and_no_change_is_not(tmp_path, caplog):
 
     virtual_time.run(change())
     assert seen == [b"two", b"three"]
-    assert caplog.text.count("the things stay as they were: there is nothing in it") == 1
+    assert caplog.text.count("the things could not be read again and stay as they were: there is nothing in it") == 1
 
 
 def replace(path: Path, data: bytes) -> None:
