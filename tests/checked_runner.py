@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import random
 from collections.abc import Sequence
 from typing import Literal
 
@@ -27,6 +28,7 @@ class CheckedRunner:
     Args:
         step_s, token_s: what a step is said to take, and each token in it.
         windows: for each group of layers, how many positions a query sees; None: all of them; `STATE` where it has a state.
+        late: draws which sequences get no token in a step, as if the masks of their grammars were late; None for none.
     """
 
     def __init__(
@@ -37,6 +39,7 @@ class CheckedRunner:
         step_s: float = 0.01,
         token_s: float = 0.0,
         windows: Sequence[int | Literal["state"] | None] = (None,),
+        late: random.Random | None = None,
     ) -> None:
         self.block_size = block_size
         self.windows = windows
@@ -51,6 +54,10 @@ class CheckedRunner:
         self.layerwise_ends: dict[int, int] = {}
         self.num_computed = self.num_layerwise = 0
         self.num_snapshots = 0
+        self.late = late
+        self.num_late = 0
+        self.deferred: set[int] = set()
+        self.left_out: set[int] = set()
 
     def run(self, plan: StepPlan) -> StepResult:
         for seq_id in plan.departures:
@@ -74,9 +81,17 @@ class CheckedRunner:
             assert is_wiped, "a copy goes to a block that was not wiped"
             self.slots[target] = list(self.slots[source])
             self.states[target] = self.states[source]
+        self.deferred, self.left_out = set(), set()
         samples = [sample for part in plan.sequences for sample in self._compute(part, plan)]
         self._check_private(plan)
-        return StepResult(plan_id=plan.plan_id, samples=samples, elapsed_s=self.step_s + self.token_s * plan.num_tokens)
+        self.num_late += len(self.deferred)
+        return StepResult(
+            plan_id=plan.plan_id,
+            samples=samples,
+            deferred=self.deferred,
+            left_out=self.left_out,
+            elapsed_s=self.step_s + self.token_s * plan.num_tokens,
+        )
 
     def export_blocks(self, block_ids: Sequence[int]) -> list[bytes]:
         return [pickle.dumps((self.slots[block], self.states[block])) for block in block_ids]
@@ -96,6 +111,8 @@ class CheckedRunner:
                 held = self.slots[self._block(table, position, group)][position % self.block_size]
                 assert held == (position - shift, tokens[position]), "a sequence reads KV that is not its own"
         end = part.start + part.num_tokens - part.num_drafts
+        if self.late is not None and (end > len(tokens) or (STATE in self.windows and part.num_samples and self._is_late())):
+            return self._leave_out(part, plan, tokens, table, end)
         for position in range(part.start, end):
             self._write(part.seq_id, table, position, tokens[position])
         if STATE in self.windows:
@@ -105,14 +122,40 @@ class CheckedRunner:
             assert not part.num_drafts, "drafts behind a prompt that is not complete"
             return []
         assert end == len(tokens), "a sample in the middle of what is known"
-        forks = [fork for fork in plan.forks if fork.parent_id == part.seq_id]
+        seq_ids = [part.seq_id, *self._fork(part.seq_id, plan)]
+        if self.late is not None and STATE not in self.windows:
+            self.deferred |= {seq_id for seq_id in seq_ids if self._is_late()}
+        samples = [self._sample(seq_id) for seq_id in seq_ids if seq_id not in self.deferred]
+        is_drafted = part.num_drafts and part.seq_id not in self.deferred
+        return [self._verify(part, table, end), *samples[1:]] if is_drafted else samples
+
+    def _fork(self, seq_id: int, plan: StepPlan) -> list[int]:
+        """Returns the sequences that fork from one."""
+        forks = [fork for fork in plan.forks if fork.parent_id == seq_id]
         for fork in forks:
-            self.tokens[fork.child_id] = list(tokens)
-            self.tables[fork.child_id] = list(table)
+            self.tokens[fork.child_id] = list(self.tokens[seq_id])
+            self.tables[fork.child_id] = list(self.tables[seq_id])
             self.indexes[fork.child_id] = fork.index
-            self.documents[fork.child_id] = self.documents[part.seq_id]
-        samples = [self._sample(seq_id) for seq_id in (part.seq_id, *(fork.child_id for fork in forks))]
-        return [self._verify(part, table, end), *samples[1:]] if part.num_drafts else samples
+            self.documents[fork.child_id] = self.documents[seq_id]
+        return [fork.child_id for fork in forks]
+
+    def _is_late(self) -> bool:
+        return self.late is not None and self.late.random() < 0.3
+
+    def _leave_out(self, part, plan: StepPlan, tokens: list[int], table: list[int], end: int) -> list[Sample]:
+        """Computes all but the last position of a part."""
+        self.left_out.add(part.seq_id)
+        self.deferred |= {part.seq_id, *self._fork(part.seq_id, plan)}
+        for position in range(part.start, end - 1):
+            self._write(part.seq_id, table, position, tokens[position])
+        if STATE in self.windows and end - 1 > part.start:
+            self._advance_state(part, tokens, table, end - 1)
+            group, size = self.windows.index(STATE), self.block_size
+            snapshot = -1 if (end - 1) % size else table[((end - 1) // size - 1) * len(self.windows) + group]
+            if snapshot >= 0:
+                assert not self.states[snapshot], "a snapshot goes to a block that was not wiped"
+                self.states[snapshot] = tuple(tokens[: end - 1])
+        return []
 
     def _compute_layerwise(self, part, tokens: list[int], table: list[int]) -> list[Sample]:
         """Checks that parts follow each other in memory of their own; KV of all layers is there with the last."""

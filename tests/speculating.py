@@ -33,6 +33,7 @@ from cloister.scheduler.speculation import DraftDecision
 from cloister.scheduler.step_cost import StepCost, StepSize
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
+from cloister.types.clock import Clock
 from cloister.types.events import Ended, Preempted
 from cloister.types.request import Grammar, GrammarKind, Request, SamplingParams
 from cloister.types.step import Sample, Stop
@@ -241,6 +242,8 @@ class Replica:
         block_size: int = BLOCK_SIZE,
         backend: str = "native",
         prefix_cache: bool = False,
+        grammars: Grammars | None = None,
+        clock: Clock | None = None,
     ) -> None:
         model = load(path)
         self.pool = BlockPool(num_blocks, block_size)
@@ -260,8 +263,9 @@ class Replica:
             vocab_size=vocab_size,
             max_model_len=MAX_MODEL_LEN,
             block_size=block_size,
-            grammars=Grammars(compiler),
+            grammars=grammars or Grammars(compiler),
             drafters=drafters,
+            clock=clock,
         )
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import shutil
 import signal
 import socket
 import time
@@ -39,6 +40,7 @@ from cloister.trust.tokens import Issuer, IssuerLimits, KeyShelf, QuotaBook, aut
 from cloister.trust.tokens.issuance import encode_answers
 from cloister.trust.transparency.files import write_key
 from cloister.trust.transparency.issuer_keys import IssuerIdentity
+from cloister.trust.transparency.log import Log
 from cloister.trust.transparency.note import Kind, PrivateKey
 from cloister.trust.transparency.trust import Trust, encode_trust
 from tests.loopback import Recorder, serve
@@ -273,3 +275,38 @@ def test_what_cannot_work_is_said_at_the_start(
         main([program, *(word for option in options.items() for word in option)])
     assert left.value.code == 1
     assert words in " ".join(capfd.readouterr().err.split())
+
+
+def test_nothing_is_added_to_an_older_copy_of_a_log_if_its_witnesses_are_asked(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    world = World(tmp_path, now=time.time())
+    write_key(tmp_path / "log.key", world.log_key)
+    (tmp_path / "trust.json").write_bytes(encode_trust(world.trust))
+    (tmp_path / "new.entry").write_bytes(b"an entry")
+    log, copy = world.log.directory, tmp_path / "copy"
+    shutil.copytree(log, copy)
+    size = world.log.checkpoint()[0].size
+
+    def add(directory: Path, *words: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as left:
+            main(["log", "add", str(directory), str(tmp_path / "new.entry"), "--key", str(tmp_path / "log.key"), *words])
+        return left.value.code, capfd.readouterr().err
+
+    with ExitStack() as stack:
+        named = [f"{w.key.name}={stack.enter_context(serve(witness_app(w)))}" for w in world.witnesses[:2]]
+        asked = ("--trust", str(tmp_path / "trust.json"), *(word for each in named for word in ("--witness", each)))
+        assert add(log, *asked)[0] == add(log, *asked)[0] == 0  # the second one has the first one cosigned
+        assert world.log.checkpoint()[0].size == size + 2
+        status, error = add(copy, *asked)
+        assert status == 1
+        assert "If this log is an older copy, restore the newest" in error
+        for words, reason in ((asked[:2], "give --trust and --witness"), (asked[:4], "asks for 2 witnesses")):
+            status, error = add(copy, *words)
+            assert status == 1
+            assert reason in error
+    status, error = add(log, *asked)  # they are gone
+    assert status == 1
+    assert "too few of its witnesses" in error
+    assert Log(copy, world.log_key).checkpoint()[0].size == size, "nothing was added"
+    assert world.log.checkpoint()[0].size == size + 2

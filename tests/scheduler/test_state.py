@@ -18,7 +18,8 @@ BLOCK = 4
 class Served:
     """A scheduler and a runner that checks every state that a sequence reads."""
 
-    def __init__(self, *, num_blocks=200, num_states=40, num_seqs=4, max_tokens=24, drafts=0, hybrid=True, public=(), scopes=0):
+    def __init__(self, *, num_blocks=200, num_states=40, num_seqs=4, max_tokens=24, drafts=0, hybrid=True, public=(), scopes=0,
+                 late=None):  # fmt: skip
         groups = [BlockGroup(num_blocks)] if hybrid else []
         self.pool = BlockPool([*groups, BlockGroup.of_state(num_states)], BLOCK)
         config = SchedulerConfig(
@@ -26,7 +27,7 @@ class Served:
         )
         speculation = Erratic(most=drafts) if drafts else None
         self.scheduler = Scheduler(config, self.pool, PrefixKeys("model", BLOCK, public), speculation)
-        self.runner = CheckedRunner(self.pool.num_total, BLOCK, windows=[*([None] if hybrid else []), STATE])
+        self.runner = CheckedRunner(self.pool.num_total, BLOCK, windows=[*([None] if hybrid else []), STATE], late=late)
         self.num_cached = {}
         self.num_preempted = 0
         self.chunks = []
@@ -117,8 +118,10 @@ def test_two_blocks_are_enough_for_a_sequence(hybrid):
 
 @pytest.mark.parametrize("hybrid", [True, False])
 @pytest.mark.parametrize("drafts", [0, 6])
-def test_preempted_forked_and_drafting_sequences_read_their_own_state(hybrid, drafts):
-    served = Served(num_blocks=48, num_states=7, num_seqs=6, drafts=drafts, hybrid=hybrid)
+@pytest.mark.parametrize("is_late", [False, True])
+def test_preempted_forked_and_drafting_sequences_read_their_own_state(hybrid, drafts, is_late):
+    late = random.Random(2) if is_late else None
+    served = Served(num_blocks=48, num_states=7, num_seqs=6, drafts=drafts, hybrid=hybrid, late=late)
     rng = random.Random(1)
     wishes = [
         request(str(i), [*range(rng.choice([0, 21, 40])), *rng.choices(range(50), k=rng.randrange(1, 30))], 40, n=1 + i % 3)
@@ -127,6 +130,7 @@ def test_preempted_forked_and_drafting_sequences_read_their_own_state(hybrid, dr
     served.serve(*wishes)
     assert any(served.num_cached.values()), "no prefix was found, so none was tried"
     assert served.num_preempted or not hybrid
+    assert (served.runner.num_late > 200) is is_late
 
 
 def test_more_beams_than_there_are_states_for_are_refused():

@@ -176,26 +176,15 @@ def _open_keeper(
 ) -> EpochKeeper:
     import httpx
 
+    from cloister.cli.witnesses import open_witnesses
     from cloister.private.epochs import EpochKeeper
-    from cloister.private.upstream import check_url
     from cloister.trust.tokens import check_epoch
     from cloister.trust.transparency.publisher import Publisher
     from cloister.trust.transparency.trust import read_trust
-    from cloister.trust.transparency.witness import DEADLINE_S, HttpWitness
+    from cloister.trust.transparency.witness import DEADLINE_S
 
     trust = read_trust(trust_file)
-    known = {key.name: key for key in trust.witnesses}
-    client = httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False)
-    cosigners = []
-    for given in witnesses:
-        name, _, address = given.partition("=")
-        if name not in known:
-            raise ConfigError(
-                f"{given!r} is not a witness of the trust file; its witnesses are {', '.join(known)}", param="witness"
-            )
-        cosigners.append(HttpWitness(check_url(address, "witness"), known[name], client))
-    if len(cosigners) < trust.threshold:
-        raise ConfigError(f"the trust file requires {trust.threshold} witnesses; give --witness once for each", param="witness")
+    cosigners = open_witnesses(witnesses, trust, httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False))
 
     def before_epoch(number: int) -> None:
         check_epoch(store, log.key.name, number - 1, number)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import json
 import time
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cloister.types.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cloister.trust.transparency.log import Log
 
 app = typer.Typer(help="Keep and check a transparency log.", no_args_is_help=True)
 
@@ -72,15 +76,42 @@ def add(
     entries: Annotated[list[Path], typer.Argument(help="Entries written by `cloister release`.", metavar="ENTRY...")],
     key: Annotated[Path, typer.Option(help="The log's signer key.", metavar="FILE")],
     manifest: Annotated[Path | None, typer.Option(help="The manifest that the release names.", metavar="FILE")] = None,
+    trust: Annotated[Path | None, typer.Option(help="The trust file that names --witness.", metavar="FILE")] = None,
+    witness: Annotated[
+        list[str] | None,
+        typer.Option(help="A witness of the trust file that is asked first, as NAME=URL; repeat for each.", metavar="NAME=URL"),
+    ] = None,
 ) -> None:
-    """Append entries, and print the checkpoint. The gateway's next epoch carries it to clients."""
+    """Append entries, and print the checkpoint. The gateway's next epoch carries it to clients.
+
+    With --trust and as many --witness as it requires, nothing is added to an older copy of the log: the witnesses must cosign
+    it as it is first, as when a gateway starts.
+    """
     from cloister.trust.transparency.files import read_key
     from cloister.trust.transparency.log import Log
 
+    if (trust is None) != (not witness):
+        raise ConfigError("a trust file and its witnesses go together: give --trust and --witness", param="witness")
     written = Log(directory, read_key(key))
+    if trust is not None:
+        asyncio.run(_confirm(written, trust, witness or []))
     if manifest:
         written.keep_manifest(_read(manifest))
     typer.echo(written.append([_read(entry) for entry in entries]).note, nl=False)
+
+
+async def _confirm(log: Log, trust_file: Path, witnesses: list[str]) -> None:
+    """Asks witnesses whether the log is the newest copy (`publisher.confirm`)."""
+    import httpx
+
+    from cloister.cli.witnesses import open_witnesses
+    from cloister.trust.transparency.publisher import confirm
+    from cloister.trust.transparency.trust import read_trust
+    from cloister.trust.transparency.witness import DEADLINE_S
+
+    trust = read_trust(trust_file)
+    async with httpx.AsyncClient(timeout=DEADLINE_S, trust_env=False) as client:
+        await confirm(log, open_witnesses(witnesses, trust, client), trust.threshold)
 
 
 @app.command()

@@ -99,9 +99,13 @@ class Mailbox:
         if num_bytes and self._hold is not None:
             self._num_held += num_bytes
             self._hold(num_bytes)
-        if content is None and self._join_last(output):
-            self._num_bytes[-1] += num_bytes
-            return  # its task has been woken, and has not come to read yet
+        # not with the first output, which is to come soon
+        if content is None and self._batch == 1 and self._items and self._num_kept > 1:
+            last = self._items[-1]
+            if not isinstance(last, bytes) and (joined := last.join(output)) is not None:
+                self._items[-1] = joined
+                self._num_bytes[-1] += num_bytes
+                return  # its task has been woken, and has not come to read yet
         self._items.append(output if content is None else content)
         self._num_bytes.append(num_bytes)
         self._num_kept += 1
@@ -115,31 +119,25 @@ class Mailbox:
         while not self._items:
             self._waiter = self._loop.create_future()
             await self._waiter
-        found = self._take()
-        if not isinstance(found, bytes):
-            return found
-        output = unpack(found, self._request_id)
-        while self._items and isinstance(self._items[0], bytes) and output.logprobs is None:
-            joined = output.join(unpack(self._items[0], self._request_id))
-            if joined is None:
-                break
-            self._take()
-            output = joined
-        return output
-
-    def _join_last(self, output: SequenceOutput) -> bool:
-        """Joins an output with the last one in the queue, but not with the first of all, which is to come soon."""
-        last = self._items[-1] if self._items and self._batch == 1 and self._num_kept > 1 else None
-        joined = last.join(output) if isinstance(last, SequenceOutput) else None
-        if joined is not None:
-            self._items[-1] = joined
-        return joined is not None
-
-    def _take(self) -> SequenceOutput | bytes:
         if (num_bytes := self._num_bytes.popleft()) and self._hold is not None:
             self._num_held -= num_bytes
             self._hold(-num_bytes)
-        return self._items.popleft()
+        found = self._items.popleft()
+        return found if not isinstance(found, bytes) else self._join_packed(unpack(found, self._request_id))
+
+    def _join_packed(self, output: SequenceOutput) -> SequenceOutput:
+        """Returns an output with those behind it that are packed, as far as they may become one."""
+        while self._items and isinstance(content := self._items[0], bytes) and output.logprobs is None:
+            joined = output.join(unpack(content, self._request_id))
+            if joined is None:
+                break
+            num_bytes = self._num_bytes.popleft()
+            self._num_held -= num_bytes
+            if self._hold is not None:
+                self._hold(-num_bytes)
+            self._items.popleft()
+            output = joined
+        return output
 
     def release(self) -> None:
         """Stops counting the outputs in the queue: nobody reads them."""

@@ -148,12 +148,12 @@ class GrammarState:
     @property
     def is_complete(self) -> bool:
         """Whether nothing can follow the tokens so far. Must not be called while a mask is computed."""
-        is_known = False
+        if self.failure is not None:
+            return False  # another thread may still be using the matcher
         with _failing_alone():
-            is_complete, is_known = self._matcher.is_complete, True
-        if not is_known:
-            self._fail()
-        return self.failure is None and is_complete
+            return self._matcher.is_complete
+        self._fail()
+        return False
 
     def accept(self, token_id: int) -> None:
         """Advances by the chosen token."""

@@ -13,15 +13,18 @@ import pytest
 from cloister.backends.availability import why_no_kernels
 from cloister.executor.drafters import DRAFTERS, Draft, DraftRequest
 from cloister.executor.drafters.mtp import MtpDrafter
+from cloister.executor.grammar import DRAFT_MASKS_S
 from cloister.launch.engine import build_engine
 from cloister.launch.settings import resolve_settings
 from cloister.models.safetensors import write_tensors
 from cloister.types.errors import CloisterError
 from cloister.types.request import Request, SamplingParams
+from cloister.types.step import StepPlan, StepResult
 from tests.equality import ask as answer
 from tests.equality import differing as differing_answers
 from tests.model_factory import make_model
 from tests.mtp_layers import FILE, FloatArray, add_layer, load_tensors, reference_predictions
+from tests.slow_grammars import MASK_S, SLOW, Watch, make_slow
 from tests.speculating import Replica
 from tests.thinning import thin
 
@@ -146,6 +149,30 @@ def test_forks_draft_each_from_its_own_text(model: Any) -> None:
     num_empty = sum(not drafted for _, drafted in replica.drafts)
     assert num_empty == 0
     assert len({tuple(known) for known, _ in replica.drafts}) > 10
+
+
+def test_masks_that_take_long_hold_up_a_step_for_a_bounded_time_and_change_no_draft(
+    model: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watch, took_s, num_left_out = Watch(), [], 0
+    wishes = {"n": 2, "grammar": SLOW, "min_tokens": 14}
+    expected = ask(Replica(model[0], grammars=make_slow(watch, 320)), make_prompts(2, 17), **wishes)
+    replica = Watched(model[0], max_tokens=9, grammars=make_slow(watch, 320), clock=watch)
+    run = replica.runner.run
+
+    def timed(plan: StepPlan) -> StepResult:
+        nonlocal num_left_out
+        began_s = watch.now_s
+        result = run(plan)
+        took_s.append(watch.now_s - began_s)
+        num_left_out += len(result.left_out)
+        return result
+
+    monkeypatch.setattr(replica.runner, "run", timed)
+    assert ask(replica, make_prompts(2, 17), **wishes) == expected
+    assert num_left_out > 10
+    assert differing(model, replica.drafts[::3]) == []
+    assert max(took_s) <= MASK_S + DRAFT_MASKS_S + MASK_S + 1e-9
 
 
 def test_blocks_and_hidden_states_are_overwritten_when_requests_end(model: Any) -> None:

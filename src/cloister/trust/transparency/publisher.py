@@ -155,7 +155,8 @@ class Publisher:
         """
         async with self._turn:
             if not self._is_confirmed:
-                await self._confirm()
+                await confirm(self._log, self._cosigners, self._trust.threshold)
+                self._is_confirmed = True
             self._history.advance(self._log.checkpoint()[0].size)
             release = self._history.release(contents.release)
             membership = self._history.roll_at(now).current
@@ -212,40 +213,6 @@ class Publisher:
         give_up_s = min(waiting.epoch.not_before + WAIT_S, waiting.epoch.not_after)
         return is_newest and waiting.contents == contents and now < give_up_s
 
-    async def _confirm(self) -> None:
-        """Has the witnesses cosign the log as it is, before anything is signed after a start: an older copy of it must not go
-        on, as that would be a second history, signed with its key.
-
-        One witness that knows more is enough to stop it: others may have lagged, or were restored too, and would confirm it.
-
-        Raises:
-            TransparencyError: a witness knows more of it or another tree, or too few confirm it; nothing was added.
-        """
-        checkpoint, note = self._log.checkpoint()
-        answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
-        reasons, contrary = [], []
-        for answer in answers:
-            if isinstance(answer, (OlderLogError, SplitViewError)):
-                contrary.append(answer.message)
-            elif isinstance(answer, CloisterError):
-                reasons.append(answer.message)
-            elif isinstance(answer, BaseException):
-                raise answer
-        if contrary:
-            raise TransparencyError(
-                Reason.TOO_FEW_WITNESSES,
-                f"nothing is added to the log with its {checkpoint.size} entries, since a witness knows more of it, or another "
-                f"tree: {'; '.join(contrary)}. If this log is an older copy, restore the newest. A witness's answer is not "
-                "signed: if it is wrong, and nobody who mirrors the log has other entries, leave out its --witness",
-            )
-        if len(answers) - len(reasons) < self._trust.threshold:
-            raise TransparencyError(
-                Reason.TOO_FEW_WITNESSES,
-                f"nothing is added to the log, since too few of its witnesses confirm its {checkpoint.size} entries: "
-                f"{'; '.join(reasons)}",
-            )
-        self._is_confirmed = True
-
     async def _gather_cosignatures(self, note: Note, now: float) -> Note:
         answers = await asyncio.gather(*(each.cosign(self._log, note) for each in self._cosigners), return_exceptions=True)
         for answer in answers:
@@ -256,6 +223,43 @@ class Publisher:
             note = note.add(*answer)
         self._trust.open_checkpoint(str(note), now)
         return note
+
+
+async def confirm(log: Log, cosigners: Sequence[Cosigner], threshold: int) -> None:
+    """Has the witnesses cosign a log as it is, before anything is signed: an older copy of it must not go on, as that would be
+    a second history, signed with its key.
+
+    One witness that knows more is enough to stop it: others may have lagged, or were restored too, and would confirm it.
+
+    Args:
+        threshold: how many must confirm it.
+
+    Raises:
+        TransparencyError: a witness knows more of it or another tree, or too few confirm it.
+    """
+    checkpoint, note = log.checkpoint()
+    answers = await asyncio.gather(*(each.cosign(log, note) for each in cosigners), return_exceptions=True)
+    reasons, contrary = [], []
+    for answer in answers:
+        if isinstance(answer, (OlderLogError, SplitViewError)):
+            contrary.append(answer.message)
+        elif isinstance(answer, CloisterError):
+            reasons.append(answer.message)
+        elif isinstance(answer, BaseException):
+            raise answer
+    if contrary:
+        raise TransparencyError(
+            Reason.TOO_FEW_WITNESSES,
+            f"nothing is added to the log with its {checkpoint.size} entries, since a witness knows more of it, or another "
+            f"tree: {'; '.join(contrary)}. If this log is an older copy, restore the newest. A witness's answer is not "
+            "signed: if it is wrong, and nobody who mirrors the log has other entries, leave out its --witness",
+        )
+    if len(answers) - len(reasons) < threshold:
+        raise TransparencyError(
+            Reason.TOO_FEW_WITNESSES,
+            f"nothing is added to the log, since too few of its witnesses confirm its {checkpoint.size} entries: "
+            f"{'; '.join(reasons)}",
+        )
 
 
 def select_nodes(
