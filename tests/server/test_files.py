@@ -38,6 +38,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
 from cloister.types.request import FinishReason
 from tests.server.running_server import ScriptedEngine, endless, make_gate, output, running, says, serving_script
+from tests.server.test_floods import wait_until
 from tests.thinning import examples
 
 SECRET = "the secret recipe"
@@ -185,8 +186,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
     engine = ScriptedEngine(script)
     with keeping(model_path, tmp_path / "kept", engine) as server, sdk_of(server) as sdk:
         batch = begin(sdk, line("a") + line("slow", "slow"))
-        while sdk.batches.retrieve(batch.id).request_counts.completed < 1 or len(engine.taken) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: sdk.batches.retrieve(batch.id).request_counts.completed == 1 and len(engine.taken) == 2)
         cancelled = sdk.batches.cancel(batch.id)
         assert cancelled.status == "cancelled"
         assert [each["custom_id"] for each in results(sdk, cancelled.output_file_id)] == ["a"]
@@ -247,8 +247,7 @@ def test_a_batch_ends_with_its_key(model_path, tmp_path, two_tenants):
     gate, credentials, ann, _ = two_tenants
     with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless), gate) as server, sdk_of(server, ann) as sdk:
         begin(sdk, line("slow", "slow"))
-        while not server.engine.taken:
-            time.sleep(0.01)
+        wait_until(lambda: bool(server.engine.taken))
     later = Gate(Policy("team"), credentials.remove("ann"), loopback=True)
     again = ScriptedEngine(says("ok"))
     with keeping(model_path, tmp_path / "kept", again, later):
