@@ -421,10 +421,13 @@ def test_a_form_with_too_many_parts_is_refused():
 @pytest.mark.parametrize("unit", [";", "; a", "; a*0=b", "\r\na: b"], ids=["semicolons", "parameters", "pieces", "lines"])
 def test_a_part_with_a_long_head_is_refused_before_it_costs_anything(unit):
     head = '--x\r\ncontent-disposition: form-data; name="file"' + unit * 20_000
-    began_s = time.process_time()
-    with pytest.raises(InvalidRequestError, match=r"more than 4096 bytes of headers"):
-        read_form("multipart/form-data; boundary=x", f"{head}\r\n\r\ndata\r\n--x--".encode())
-    assert time.process_time() - began_s < 0.05
+    taken_s = []
+    while not taken_s or min(taken_s) >= 0.05:  # a collection of garbage, which any of them may meet, takes longer
+        assert len(taken_s) < 5, taken_s
+        began_s = time.thread_time()
+        with pytest.raises(InvalidRequestError, match=r"more than 4096 bytes of headers"):
+            read_form("multipart/form-data; boundary=x", f"{head}\r\n\r\ndata\r\n--x--".encode())
+        taken_s.append(time.thread_time() - began_s)
 
 
 def test_an_input_may_have_so_many_lines_and_no_more(monkeypatch):
