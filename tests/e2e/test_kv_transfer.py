@@ -273,8 +273,11 @@ async def check_following(cluster: ReplicaSet) -> None:
 @pytest.mark.parametrize(
     "killed", [pytest.param(0, id="that computes it"), pytest.param(1, id="that follows it", marks=pytest.mark.slow)]
 )
-def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_token(killed: int) -> None:
+def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_token(
+    killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`kill -9` of either side, when the load is under way and the prompt is not done."""
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", slow_engine.ENTRY)
 
     async def run() -> None:
         async with split_cluster() as cluster:
