@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 
 import pytest
 from selenium import webdriver
-from selenium.common.exceptions import StaleElementReferenceException
+from selenium.common.exceptions import ElementNotInteractableException, StaleElementReferenceException, WebDriverException
 from selenium.webdriver.chrome.service import Service
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webelement import WebElement
@@ -93,8 +93,15 @@ class Browser:
         self.wait(lambda: [_click(element) for element in self.all(css) if element.text == text][:1])
 
     def press(self, *keys: str) -> None:
-        """Presses keys wherever the focus is."""
-        self.driver.switch_to.active_element.send_keys(*keys)
+        """Presses keys wherever the focus is, once that takes keys: not in a dialog that is just closed."""
+
+        def send() -> bool:
+            with contextlib.suppress(ElementNotInteractableException):
+                self.driver.switch_to.active_element.send_keys(*keys)
+                return True
+            return False
+
+        self.wait(send)
 
     def wait(self, condition: Callable[[], Any], timeout_s: float = TIMEOUT_S) -> Any:
         """Returns what a condition gives when it gives anything."""
@@ -103,8 +110,15 @@ class Browser:
             with contextlib.suppress(StaleElementReferenceException):  # it was drawn anew in between
                 if value := condition():
                     return value
-            assert time.monotonic() < deadline, "the page did not get there in time"
+            assert time.monotonic() < deadline, f"the page did not get there within {timeout_s:g} s; {self._describe()}"
             time.sleep(0.02)
+
+    def _describe(self) -> str:
+        """What it shows, for those who have the log of a failed test and nothing else."""
+        try:
+            return f"it shows: {self.run('return document.body.innerText')[-500:]!r}"
+        except WebDriverException as error:
+            return f"the browser says: {error.msg}"
 
     def resize(self, width: int, height: int, *, phone: bool = False) -> None:
         metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": phone}

@@ -1,15 +1,14 @@
 """Engines whose steps take their time: what a test does to an answer happens in its middle, on however fast a machine, and
 although the test itself may be stopped by others for a while.
 
-`python -m tests.slow_engine serve ...` is `cloister serve` with such engines (`tests.serving.ServeProcess`, `module=SLOW`).
+`python -m tests.slow_engine serve ...` is `cloister serve` with such engines (`tests.serving.ServeProcess`, `module=SLOW`). A
+test that starts engines itself sets `cloister.launch.processes.ENGINE_ENTRY`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
-
-import pytest
 
 from cloister.engine.core import EngineCore
 from cloister.launch import build_engine, processes
@@ -35,12 +34,6 @@ def build_slow_engine(config: EngineConfig) -> EngineCore:
 
     core.step = step_slowly  # type: ignore[method-assign]
     return core
-
-
-@pytest.fixture
-def slow_engines(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Engines that this process starts (`launch.processes.make_engine`) are slow ones."""
-    monkeypatch.setattr(processes, "ENGINE_ENTRY", ENTRY)
 
 
 if __name__ == "__main__":

@@ -146,7 +146,9 @@ class Served:
 
     def plan(self, now_s: float = 0.0) -> StepPlan | None:
         """Returns the next plan, once all images that began are encoded; None when there is nothing left to do."""
+        give_up_s = time.monotonic() + 300
         while self.runner.encoding.num_running:
+            assert time.monotonic() < give_up_s, "an image is not encoded"
             time.sleep(0.001)
         for image in self.runner.encoding.take():
             self.scheduler.note_encoded(image, now_s)

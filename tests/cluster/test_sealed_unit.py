@@ -135,7 +135,9 @@ async def until(condition: Callable[[], bool]) -> None:
 
 async def drawn_engine(engines: Engines) -> int:
     """Returns the engine that got the first message."""
+    give_up_s = asyncio.get_running_loop().time() + 300
     while True:
+        assert asyncio.get_running_loop().time() < give_up_s, "no engine gets a message"
         for index, end in list(engines.ends.items()):
             end.sock.setblocking(False)
             try:
@@ -175,8 +177,7 @@ def test_a_request_goes_on_in_another_engine_with_the_next_token() -> None:
             first = await drawn_engine(ends)
             submitted = await ends[first].read()
             ends[first].say(7, 8, first=True)
-            while not outputs:
-                await asyncio.sleep(0.001)
+            await until(lambda: bool(outputs))
             ends.kill(first)
             assert await drawn_engine(ends) == 1 - first
             again = await ends[1 - first].read()
@@ -186,8 +187,7 @@ def test_a_request_goes_on_in_another_engine_with_the_next_token() -> None:
             assert again.resumption.token_ids == [[7, 8]]
             assert again.seed == submitted.seed  # the same noise
             ends[1 - first].say(9, ends=True)
-            while len(outputs) < 2:
-                await asyncio.sleep(0.001)
+            await until(lambda: len(outputs) == 2)
             assert [token for output in outputs for token in output.token_ids] == [7, 8, 9]
             assert outputs[-1].finish_reason is FinishReason.LENGTH
 
@@ -422,9 +422,7 @@ def test_an_engine_elsewhere_that_was_to_load_kv_and_is_not_reached_brings_no_fu
                 token = SequenceOutput(request_id="r", index=0, token_ids=[7])
                 events = [Progressed("r", 1, 0, 1.0, 1, True), PrefillDone("r", 1.0, (1,), 0)]
                 engines[first].sock.sendall(channel.frame(Outputs([token], events)))
-                async with asyncio.timeout(300):
-                    while not engines.ends.keys() - {0}:
-                        await asyncio.sleep(0.001)
+                await until(lambda engines=engines: bool(engines.ends.keys() - {0}))
                 assert engines.ends.keys() == {0, 1}
 
     asyncio.run(run())

@@ -7,8 +7,6 @@ import os
 import random
 import signal
 
-import pytest
-
 from cloister.cluster import ReplicaSet, ReplicaSnapshot
 from cloister.cluster.replica_states import ReplicaStates
 from cloister.cluster.standby import Promotion, StandbyKeeper
@@ -17,7 +15,7 @@ from cloister.cluster.virtual.scenario import InjectedFault, Job, OperatorAction
 from cloister.launch.processes import make_engine
 from cloister.launch.settings import resolve_settings
 from cloister.types.request import FinishReason, Request, SamplingParams
-from tests.slow_engine import slow_engines as slow_engines
+from tests import slow_engine
 
 WELL, READY = ReplicaSnapshot(0), ReplicaSnapshot(1, is_standby=True, state="standby")
 
@@ -72,8 +70,8 @@ def test_a_killed_replica_is_replaced_before_its_requests_go_on(monkeypatch) -> 
     assert places == [(1, 0)]
 
 
-@pytest.mark.usefixtures("slow_engines")
-def test_a_killed_engine_process_is_replaced_by_the_one_that_stood_by() -> None:
+def test_a_killed_engine_process_is_replaced_by_the_one_that_stood_by(monkeypatch) -> None:  # type: ignore[no-untyped-def]
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", slow_engine.ENTRY)
     settings = resolve_settings({"replicas": 2, "standby": 1, "num_threads": 1, "kv_memory_mb": 64})
 
     async def run() -> None:

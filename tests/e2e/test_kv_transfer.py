@@ -26,7 +26,7 @@ from cloister.types.config import EngineConfig
 from cloister.types.events import Ended, Event, KVLoaded, KVSource, Outputs, Scheduled, Shutdown, Stepped, Submit
 from cloister.types.request import Request, SamplingParams
 from cloister.types.scope import LOCAL_SCOPE
-from tests.slow_engine import slow_engines as slow_engines
+from tests import slow_engine
 
 SECRET = b"e" * 32
 PROMPT = [(7 * i * i + 3 * i) % 2000 for i in range(1000)]
@@ -185,9 +185,9 @@ def test_a_source_that_is_killed_in_the_middle_of_a_transfer_costs_a_prefill(set
     asyncio.run(run())
 
 
-@pytest.mark.usefixtures("slow_engines")
 def test_a_target_that_was_late_begins_anew_when_the_source_has_just_filled_a_block(monkeypatch: pytest.MonkeyPatch) -> None:
     """So that little is left for it to compute, and the answer does not wait for it."""
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", slow_engine.ENTRY)
     rests: dict[str, list[int]] = {}
 
     def prefetch(client: EngineClient, found: InFlightRequest, source: str) -> None:
@@ -273,8 +273,11 @@ async def check_following(cluster: ReplicaSet) -> None:
 @pytest.mark.parametrize(
     "killed", [pytest.param(0, id="that computes it"), pytest.param(1, id="that follows it", marks=pytest.mark.slow)]
 )
-def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_token(killed: int) -> None:
+def test_a_prompt_is_followed_and_an_engine_that_is_killed_meanwhile_loses_no_token(
+    killed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`kill -9` of either side, when the load is under way and the prompt is not done."""
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", slow_engine.ENTRY)
 
     async def run() -> None:
         async with split_cluster() as cluster:
@@ -336,8 +339,9 @@ async def check_copies(cluster: ReplicaSet) -> None:
     assert (await cluster.inspect_cache(LOCAL_SCOPE)).places[0].num_blocks == 0
 
 
-@pytest.mark.usefixtures("slow_engines")
-def test_a_hot_prefix_is_copied_between_processes_and_dropped_everywhere() -> None:
+def test_a_hot_prefix_is_copied_between_processes_and_dropped_everywhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.launch.processes.ENGINE_ENTRY", slow_engine.ENTRY)
+
     async def run() -> None:
         settings = resolve_settings(
             {

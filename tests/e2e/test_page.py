@@ -13,6 +13,7 @@ import pytest
 
 from tests.browser import Browser, Keys
 from tests.serving import MODEL, ServeProcess
+from tests.slow_engine import SLOW
 
 QUESTION = "What does the PostgreSQL command VACUUM do?"
 ANSWER = "garbage-collect and optionally analyze a database"
@@ -23,7 +24,7 @@ DONE = f"{LAST_ANSWER}[aria-busy=false]"
 @pytest.fixture(scope="module")
 def url() -> Iterator[str]:
     """Where `cloister serve` listens."""
-    with ServeProcess("--num-threads", "1") as running:
+    with ServeProcess("--num-threads", "1", module=SLOW) as running:  # what is stopped or looked at lasts until it is
         yield running.url
         assert running.stop()[0] == 0
 

@@ -252,6 +252,7 @@ def test_a_marker_planted_everywhere_is_in_no_output_of_either_process():
         client.request(marker, "/v1/models")
         figures = client.get("/metrics").text
         os.kill(running.engine_pid, signal.SIGABRT)  # its last words count too
+        running.wait_until(lambda: "is gone" in running.printed)  # the front is well until it has noticed
         running.wait_until(running.is_well)
     status, printed = running.stop()
     assert status == 0

@@ -78,7 +78,9 @@ async def started(engine: RequestClient) -> AsyncIterator[None]:
 
 
 async def until(condition: Callable[[], bool]) -> None:
+    give_up_s = asyncio.get_running_loop().time() + DEADLINE_S / 2
     while not condition():
+        assert asyncio.get_running_loop().time() < give_up_s, "it did not come to pass"
         await asyncio.sleep(0.01)
 
 

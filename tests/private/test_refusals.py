@@ -48,7 +48,7 @@ TOO_LARGE = 18 * 2**20
 
 @pytest.fixture(scope="module")
 def cloud() -> Iterator[LoopbackCloud]:
-    with open_cloud(Inner(), answer_timeout_s=1.0) as cloud:
+    with open_cloud(Inner()) as cloud:
         yield cloud
 
 

@@ -40,7 +40,7 @@ def answer(
     wire = wire or Wire()
 
     async def run() -> None:
-        async with open_reply(shape, wire.emit, **options) as reply:
+        async with asyncio.timeout(300), open_reply(shape, wire.emit, **options) as reply:
             await say(reply)
 
     asyncio.run(run())

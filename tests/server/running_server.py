@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -179,7 +180,10 @@ def running(open_app: Callable[[], AbstractAsyncContextManager[ServerApp]], conf
 
     thread = threading.Thread(target=lambda: asyncio.run(main()))
     thread.start()
-    assert started.wait(300)
+    give_up_s = time.monotonic() + 300
+    while not started.wait(0.1):
+        assert thread.is_alive(), "the server did not start: its thread has ended, with what pytest says of it"
+        assert time.monotonic() < give_up_s, "the server did not start within 300 s"
     try:
         yield ready[0]
     finally:

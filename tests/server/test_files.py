@@ -44,6 +44,7 @@ from cloister.types.config import ServerConfig
 from cloister.types.errors import CloisterError, ConfigError, InvalidRequestError, NotFoundError, PolicyError, QueueFullError
 from cloister.types.request import FinishReason
 from tests.server.running_server import ScriptedEngine, endless, make_gate, output, running, says, serving_script
+from tests.server.test_floods import wait_until
 from tests.thinning import examples
 
 SECRET = "the secret recipe"
@@ -191,8 +192,7 @@ def test_a_batch_that_is_cancelled_keeps_its_answers(model_path, tmp_path):
     engine = ScriptedEngine(script)
     with keeping(model_path, tmp_path / "kept", engine) as server, sdk_of(server) as sdk:
         batch = begin(sdk, line("a") + line("slow", "slow"))
-        while sdk.batches.retrieve(batch.id).request_counts.completed < 1 or len(engine.taken) < 2:
-            time.sleep(0.01)
+        wait_until(lambda: sdk.batches.retrieve(batch.id).request_counts.completed == 1 and len(engine.taken) == 2)
         cancelled = sdk.batches.cancel(batch.id)
         assert cancelled.status == "cancelled"
         assert [each["custom_id"] for each in results(sdk, cancelled.output_file_id)] == ["a"]
@@ -253,8 +253,7 @@ def test_a_batch_ends_with_its_key(model_path, tmp_path, two_tenants):
     gate, credentials, ann, _ = two_tenants
     with keeping(model_path, tmp_path / "kept", ScriptedEngine(endless), gate) as server, sdk_of(server, ann) as sdk:
         begin(sdk, line("slow", "slow"))
-        while not server.engine.taken:
-            time.sleep(0.01)
+        wait_until(lambda: bool(server.engine.taken))
     later = Gate(Policy("team"), credentials.remove("ann"), loopback=True)
     again = ScriptedEngine(says("ok"))
     with keeping(model_path, tmp_path / "kept", again, later):
@@ -428,10 +427,13 @@ def test_a_form_with_too_many_parts_is_refused():
 @pytest.mark.parametrize("unit", [";", "; a", "; a*0=b", "\r\na: b"], ids=["semicolons", "parameters", "pieces", "lines"])
 def test_a_part_with_a_long_head_is_refused_before_it_costs_anything(unit):
     head = '--x\r\ncontent-disposition: form-data; name="file"' + unit * 20_000
-    began_s = time.process_time()
-    with pytest.raises(InvalidRequestError, match=r"more than 4096 bytes of headers"):
-        read_form("multipart/form-data; boundary=x", f"{head}\r\n\r\ndata\r\n--x--".encode())
-    assert time.process_time() - began_s < 0.05
+    taken_s = []
+    while not taken_s or min(taken_s) >= 0.05:  # a collection of garbage, which any of them may meet, takes longer
+        assert len(taken_s) < 5, taken_s
+        began_s = time.thread_time()
+        with pytest.raises(InvalidRequestError, match=r"more than 4096 bytes of headers"):
+            read_form("multipart/form-data; boundary=x", f"{head}\r\n\r\ndata\r\n--x--".encode())
+        taken_s.append(time.thread_time() - began_s)
 
 
 def test_an_input_may_have_so_many_lines_and_no_more(monkeypatch):

@@ -25,6 +25,7 @@ from tests.server.running_server import (
     start_thinking,
 )
 from tests.server.test_bad_input import check_error
+from tests.server.test_floods import wait_until
 
 CONFIG = ServerConfig(port=0, api_keys="keys.json", drain_timeout_s=1.0)
 
@@ -82,8 +83,7 @@ def test_so_many_requests_at_once_and_the_next_when_one_has_ended(model_path):
     with limited(model_path, KeyQuota(concurrent_requests=1), engine) as client:
         slow = threading.Thread(target=complete, args=(client,))
         slow.start()
-        while not engine.taken:
-            time.sleep(0.01)
+        wait_until(lambda: bool(engine.taken))
         refused = complete(client)
         goes_on.set()
         assert "1 requests open at once" in check_error(refused, 429)["message"]

@@ -103,7 +103,7 @@ def test_times_are_those_of_the_engine(sdk):
     reply = sdk.chat(MODEL, HELLO, options={"num_predict": 50})
     parts = (reply.load_duration, reply.prompt_eval_duration, reply.eval_duration)
     assert min(parts) > 0
-    assert sum(parts) <= reply.total_duration < 20e9
+    assert sum(parts) <= reply.total_duration < 300e9
 
 
 def test_a_prompt_is_a_conversation_and_a_raw_one_is_not(model_path):
