@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from cloister.cli import main
+from cloister.cli.cluster import describe_unfinished
 from cloister.cluster.virtual.fuzz import SeedTally
 from cloister.private.unit.pairing import SealedRecords
 
@@ -172,3 +173,14 @@ def wait_for_workers(pid: int, count: int) -> None:
             return
         time.sleep(0.05)
     pytest.fail("the processes of the search did not start")
+
+
+@pytest.mark.parametrize(
+    ("num_updated", "said"),
+    [
+        (0, "no replica has a new engine: it does not start"),
+        (1, "1 of 2 replicas have a new engine, the others keep theirs: it does not start"),
+    ],
+)
+def test_an_update_that_failed_says_how_far_it_came(num_updated: int, said: str) -> None:
+    assert describe_unfinished({"num_updated": num_updated, "num_replicas": 2, "error": "it does not start"}) == said

@@ -132,11 +132,15 @@ def update(
         print_line("the update goes on in the server; `cloister cluster status` shows how far it is")
         raise
     if found["state"] != "done":
-        why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
-        leave(
-            f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}",
-            BROKEN,
-        )
+        leave(f"error: {describe_unfinished(found)}", BROKEN)
+
+
+def describe_unfinished(found: Mapping[str, Any]) -> str:
+    """Returns what a report says of an update that is not done: how far it came, and why."""
+    why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
+    if not found["num_updated"]:
+        return f"no replica has a new engine: {why}"
+    return f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs: {why}"
 
 
 def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -> dict[str, Any]:
