@@ -212,7 +212,10 @@ def _ask(
         why = describe_tls_failure(address, error) or f"no server answers at {url}; start one with `cloister serve`"
         raise ConfigError(why, param="url") from None
     if reply.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError(f"the server at {url} asks for an operator's API key; give --api-key-file", param="api_key_file")
+        asks = "asks for an operator's API key; give --api-key-file"
+        why = asks if key is None else f"does not know the API key in {api_key_file}"
+        how = "an operator's is made by `cloister keys add NAME --operator --file FILE`, with the file of its --api-keys"
+        raise ConfigError(f"the server at {url} {why}; {how}", param="api_key_file")
     try:
         answer: dict[str, Any] = reply.json()
         if reply.is_success:
