@@ -15,9 +15,11 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+import httpx
 import pytest
 
 from cloister.cli import main
+from cloister.cli.cluster import describe_unfinished
 from cloister.cluster.virtual.fuzz import SeedTally
 from cloister.private.unit.pairing import SealedRecords
 
@@ -172,3 +174,31 @@ def wait_for_workers(pid: int, count: int) -> None:
             return
         time.sleep(0.05)
     pytest.fail("the processes of the search did not start")
+
+
+@pytest.mark.parametrize(
+    ("num_updated", "said"),
+    [
+        (0, "no replica has a new engine: it does not start"),
+        (1, "1 of 2 replicas have a new engine, the others keep theirs: it does not start"),
+    ],
+)
+def test_an_update_that_failed_says_how_far_it_came(num_updated: int, said: str) -> None:
+    assert describe_unfinished({"num_updated": num_updated, "num_replicas": 2, "error": "it does not start"}) == said
+
+
+def test_a_key_that_the_server_does_not_know_is_not_asked_for_once_more(
+    tmp_path: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(capsys: Captured, *arguments: str) -> tuple[object, str]:
+        with pytest.raises(SystemExit) as caught:
+            main(["cluster", "status", *arguments])
+        return caught.value.code, capsys.readouterr().err
+
+    monkeypatch.setattr(httpx, "request", lambda *arguments, **options: httpx.Response(401, json={}))
+    (tmp_path / "key").write_text("clo-wrong\n")
+    status, err = fail(capsys, "--api-key-file", str(tmp_path / "key"))
+    assert (status, "does not know the API key in" in err, "give --api-key-file" in err) == (1, True, False)
+    status, err = fail(capsys)
+    assert (status, "give --api-key-file" in err, "keys add NAME --operator" in err) == (1, True, True)
+    assert "clo-wrong" not in err

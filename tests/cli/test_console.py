@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from benchmarks import harness
+from cloister.cli import console
 from cloister.cli.console import print_table
 
 HEADERS = ("Replica", "PID", "Role", "State", "Running", "Waiting", "KV blocks", "Routed", "Moved here", "KV loads", "Slowness")
@@ -53,3 +54,16 @@ def test_figures_of_benchmarks_are_whole(tmp_path: Path, monkeypatch: pytest.Mon
     assert all(f"{626.123 + i:,.4g}" in said for i in range(14))
     assert "626.1" in said
     assert "<= 1,234" in said
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_work_of_minutes_says_in_a_log_how_far_it_is(is_terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, now_s = io.StringIO(), 0.0
+    monkeypatch.setattr(console, "err", Console(file=file, force_terminal=is_terminal))
+    progress = console.make_progress()
+    progress.get_time = lambda: now_s
+    task = progress.add_task("seeds", total=1000)
+    for now_s in (10.0, 29.0, 31.0, 45.0, 62.0):  # noqa: B007
+        progress.advance(task, 7)
+    progress.update(task, completed=40)
+    assert file.getvalue().splitlines() == ([] if is_terminal else ["seeds: 21 of 1,000", "seeds: 35 of 1,000"])

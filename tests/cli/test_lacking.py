@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from cloister.types.extras import install_command
 from tests.lacking import KERNELS, lacking
 from tests.vision_factory import make_vision_model
 
@@ -35,7 +36,7 @@ def test_without_kernels_and_torch_a_verb_says_in_one_line_what_to_install(verb:
 
 def test_without_torch_the_torch_back_end_says_how_to_install_it(tmp_path: Path) -> None:
     done = cloister("run", "cloister-5m", "Hello", "--backend", "torch", environment=lacking(tmp_path, "torch"))
-    assert done.stderr == "error: torch is not installed; install it with: pip install 'cloister[torch]'\n"
+    assert done.stderr == f"error: torch is not installed; install it with: {install_command('torch')}\n"
 
 
 def test_without_torch_a_model_with_an_image_tower_says_what_needs_it(tmp_path: Path) -> None:

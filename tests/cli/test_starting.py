@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import shutil
 from pathlib import Path
 
 import pytest
 
 from cloister.launch import build_engine, resolve_settings
-from cloister.launch.app import describe_start
+from cloister.launch.app import build_gate, describe_start, open_plain
 from cloister.models import locate
 from cloister.types.errors import ConfigError
 from cloister.types.request import ModelInfo
@@ -113,3 +114,10 @@ def test_auto_says_why_it_does_without_what_lies_beside_the_model(
     assert core.model.drafters == others
     assert [record.getMessage().split(":")[0] for record in caplog.records] == [f"auto does without {name}"]
     assert "damaged" in caplog.text
+
+
+def test_a_directory_that_cannot_keep_files_is_said_before_a_model_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cloister.launch.app.make_engine", lambda *arguments: pytest.fail("the model is loaded"))
+    settings = resolve_settings({"model": "cloister-5m", "files": "/proc/nowhere/files"})
+    with pytest.raises(ConfigError, match=r"/proc/nowhere/files\.key cannot be made"):
+        asyncio.run(open_plain(settings, build_gate(settings), print))

@@ -552,9 +552,12 @@ def test_replicas_that_do_not_fit_are_told_how_many_would(model_path: Path) -> N
         ]
         await ReplicaSet(engines, partial(make_router, "least_load")).start()
 
-    with pytest.raises(MemoryBudgetError, match=r"^start 5 replicas at most, since 20 share the memory: of each, it needs"):
+    with pytest.raises(
+        MemoryBudgetError,
+        match=r"^start 5 replicas at most, since 20 share the memory: of each, it needs 4 MiB, but 1 MiB are available$",
+    ):
         asyncio.run(start(20))
-    with pytest.raises(MemoryBudgetError, match=r"^it needs 4 MiB, but 1 MiB are available$"):
+    with pytest.raises(MemoryBudgetError, match=r"^it needs 4 MiB, but 1 MiB are available; raise --memory-share$"):
         asyncio.run(start(2))
 
 

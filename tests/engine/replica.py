@@ -256,7 +256,7 @@ def build_refusing(config: EngineConfig) -> EngineCore:
 
 
 def build_too_large(config: EngineConfig) -> EngineCore:
-    error = MemoryBudgetError("it needs 4 MiB, but 1 MiB are available")
+    error = MemoryBudgetError("it needs 4 MiB, but 1 MiB are available; raise --memory-share")
     error.fit = 0.27
     raise error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,14 @@ def test_a_place_that_is_taken_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="GGUF file"):
         check_place(tmp_path / "model.gguf", tmp_path / "out")
     check_place(source, tmp_path / "out")
+
+
+def test_a_disk_without_room_is_said_before_minutes_of_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model(tmp_path / "in", "llama", **SIZES)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=1000))
+    with pytest.raises(ModelError, match=r"the disk of .* has 0 MB free, .*; free some, or name a directory of another disk"):
+        check_place(source, tmp_path / "new" / "out")
 
 
 def test_a_tensor_that_no_format_of_ours_makes_is_not_written() -> None:

@@ -14,6 +14,8 @@ import pytest
 from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
 from cloister.engine.in_flight import EngineStats
+from cloister.launch import resolve_settings
+from cloister.launch.serving import serve
 from cloister.policy import Policy, apply_profile_to_front
 from cloister.server import traces
 from cloister.server.calls import HttpCall
@@ -279,3 +281,17 @@ def test_a_preemption_is_a_moment_of_the_phase_that_it_fell_into():
 def test_an_attribute_that_is_not_on_the_list_cannot_be_made():
     with pytest.raises(AssertionError):
         Span("x", 0.0, 1.0, attributes={"gen_ai.input.messages": SECRET})
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "said"),
+    [
+        ("localhost:4318", r"must be an address such as http://localhost:4318"),
+        ("http://localhost:4318", r"install it with: .* -m pip"),
+    ],
+)
+def test_a_collector_that_cannot_be_used_is_said_before_a_model_is_loaded(endpoint, said, monkeypatch):
+    monkeypatch.setattr("cloister.server.traces.importlib.util.find_spec", lambda name: None)
+    monkeypatch.setattr("cloister.launch.serving.open_plain", lambda *arguments: pytest.fail("the model is loaded"))
+    with pytest.raises(ConfigError, match=said):
+        serve(resolve_settings({"model": "cloister-5m", "otlp_endpoint": endpoint}))

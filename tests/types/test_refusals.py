@@ -125,6 +125,28 @@ def test_of_several_models_each_refusal_names_its_own(tmp_path: Path) -> None:
     assert ["int7" in said[2], "lora" in said[3], "int5" in said[4]] == [True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("line", "remedy"),
+    [
+        ('profile = "open"', "put it above the tables"),
+        ("port = 9000", "put it above the tables"),
+        ("replicas = 2", r"leave it out, or \[models\.NAME\]"),
+    ],
+)
+def test_what_all_models_share_is_told_its_place_and_not_called_unknown(tmp_path: Path, line: str, remedy: str) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text(f'[models.a]\nmodel = "x"\n{line}\n')
+    with pytest.raises(ConfigError, match=rf"^{line.split()[0]} stands in \[models\.a\] of .* whole server; {remedy}$"):
+        resolve_settings(config_file=file)
+
+
+def test_a_file_that_is_not_toml_says_what_a_line_is(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("model = cloister-5m\n")
+    with pytest.raises(ConfigError, match=r"is not TOML: .*line 1.*; a line is NAME = VALUE, and text has quotes"):
+        resolve_settings(config_file=file)
+
+
 def test_an_everyday_word_in_a_message_is_not_a_setting() -> None:
     """`on` cannot be read; the other message has `switch fork_server on`."""
     assert [message.split(" ")[0] for message in messages_of(on="mars", idle_keeps="weights", fork_server=False)] == [

@@ -136,11 +136,15 @@ def update(
         print_line("the update continues in the server; `cloister cluster status` shows its progress")
         raise
     if found["state"] != "done":
-        why = found["error"] or "it is still running; `cloister cluster status` shows its progress"
-        leave(
-            f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs; {why}",
-            BROKEN,
-        )
+        leave(f"error: {describe_unfinished(found)}", BROKEN)
+
+
+def describe_unfinished(found: Mapping[str, Any]) -> str:
+    """Returns what a report says of an update that is not done: how far it came, and why."""
+    why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
+    if not found["num_updated"]:
+        return f"no replica has a new engine: {why}"
+    return f"{found['num_updated']} of {found['num_replicas']} replicas have a new engine, the others keep theirs: {why}"
 
 
 def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -> dict[str, Any]:
@@ -216,7 +220,10 @@ def _ask(
         why = describe_tls_failure(address, error) or f"no server answers at {url}; start one with `cloister serve`"
         raise ConfigError(why, param="url") from None
     if reply.status_code == httpx.codes.UNAUTHORIZED:
-        raise ConfigError(f"the server at {url} asks for an operator's API key; give --api-key-file", param="api_key_file")
+        asks = "asks for an operator's API key; give --api-key-file"
+        why = asks if key is None else f"does not know the API key in {api_key_file}"
+        how = "an operator's is made by `cloister keys add NAME --operator --file FILE`, with the file of its --api-keys"
+        raise ConfigError(f"the server at {url} {why}; {how}", param="api_key_file")
     try:
         answer: dict[str, Any] = reply.json()
         if reply.is_success:

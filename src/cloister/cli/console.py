@@ -8,16 +8,18 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final, NoReturn
+from typing import Any, Final, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TaskProgressColumn, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from cloister.types.errors import ConfigError
 
+REPORT_S: Final = 30.0
+"""Seconds between lines about progress where there is no terminal."""
 MOST_COLUMNS: Final = 10_000
 """Width of a table in a file, at most."""
 LONG_WORD: Final = 20
@@ -91,9 +93,33 @@ def _fit_columns(headers: Sequence[str], rows: Sequence[Sequence[object]], width
     return tables
 
 
-def make_progress() -> Progress:
-    """Returns a transient progress bar on standard error; without a terminal nothing is shown."""
-    return Progress(
+class LineProgress(Progress):
+    """A progress bar that prints a line now and then where there is no terminal, such as in a log."""
+
+    _said_s: float | None = None
+
+    def advance(self, task_id: TaskID, advance: float = 1) -> None:
+        super().advance(task_id, advance)
+        self._say(task_id)
+
+    def update(self, task_id: TaskID, **changes: Any) -> None:
+        super().update(task_id, **changes)
+        self._say(task_id)
+
+    def _say(self, task_id: TaskID) -> None:
+        if not self.disable:
+            return
+        task = next(task for task in self.tasks if task.id == task_id)
+        now_s, since_s = self.get_time(), self._said_s if self._said_s is not None else task.start_time
+        if since_s is not None and now_s - since_s >= REPORT_S:
+            self._said_s = now_s
+            of = "" if task.total is None else f" of {task.total:,.0f}"
+            print_line(f"{task.description}: {task.completed:,.0f}{of}", console=self.console)
+
+
+def make_progress() -> LineProgress:
+    """Returns a transient progress bar on standard error; without a terminal a line every half minute."""
+    return LineProgress(
         TextColumn("{task.description}"),
         BarColumn(),
         MofNCompleteColumn(),

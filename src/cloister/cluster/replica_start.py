@@ -34,5 +34,7 @@ def _advise(error: MemoryBudgetError, num_sharing: int) -> MemoryBudgetError:
         return MemoryBudgetError(f"{error.message}; or start fewer replicas: {num_sharing} share the memory", param=error.param)
     if not (num_fitting := int(error.fit * num_sharing)):
         return error
+    # Without the engine's advice to raise its share, which follows from their number.
+    problem = error.message.partition("; ")[0]
     advice = f"start {num_fitting} replicas at most, since {num_sharing} share the memory"
-    return MemoryBudgetError(f"{advice}: of each, {error.message}", param=error.param)
+    return MemoryBudgetError(f"{advice}: of each, {problem}", param=error.param)

@@ -163,6 +163,15 @@ def _own_path(config: EngineConfig, front: ServerConfig, model: ModelInfo) -> Pa
     return find_model(locate_here(config.model))
 
 
+def _open_files(front: ServerConfig, gate: Gate) -> FileService | None:
+    """Returns the users' files and batches, if they are kept (`FileService.open`)."""
+    if front.files is None:
+        return None
+    from cloister.server.files.service import FileService
+
+    return FileService.open(front, gate)
+
+
 def _response_store(front: ServerConfig) -> ResponseStore | None:
     from cloister.server.responses.keeping import ResponseStore
 
@@ -172,6 +181,7 @@ def _response_store(front: ServerConfig) -> ResponseStore | None:
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
+    stored = _open_files(front, gate)  # first: a directory that cannot be used is said before a model is loaded for minutes
     engine = make_engine(config, front)
     imported_s = process_age_s()
     starting = asyncio.create_task(engine.start())
@@ -179,7 +189,6 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
     try:
         try:
             from cloister.server.app import create_app
-            from cloister.server.files.service import FileService
             from cloister.server.serve import ServerApp
             from cloister.server.traces import open_tracer
             from cloister.text import ChatTemplate, Tokenizer
@@ -197,7 +206,6 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
         if tokenizer is None or early != path:
             tokenizer = read(path)
         tracer = open_tracer(front, engine.model.name)
-        stored = FileService.open(front, gate)
         app = create_app(
             engine,
             tokenizer,

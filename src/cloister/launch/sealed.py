@@ -135,7 +135,11 @@ def _draft_names(config: EngineConfig) -> list[str]:
     return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
 
 
-async def open_node(settings: Settings, _gate: Gate, announce: Callable[[str], None]) -> ServerApp:
+async def open_node(
+    settings: Settings,
+    gate: Gate,  # noqa: ARG001 - as the other servers' functions; keys are no part of a node
+    announce: Callable[[str], None],
+) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
     from cloister.cluster.sealed_unit import SealedUnit
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting

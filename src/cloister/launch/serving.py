@@ -63,6 +63,11 @@ def serve(settings: Settings, announce: Callable[[str], None] = print, warn: Cal
 
             with refusals.collect():
                 read_attesting(settings.server.config)
+        if settings.server.config.otlp_endpoint is not None:
+            from cloister.server.traces import check_endpoint
+
+            with refusals.collect():  # before a model is loaded for minutes
+                check_endpoint(settings.server.config.otlp_endpoint)
         gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)
     if is_readable_on_the_way(settings.server.config):

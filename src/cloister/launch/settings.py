@@ -40,6 +40,8 @@ OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
 LOCAL: Final = "local"
 """Replicas are processes of this machine."""
+OF_ONE_MODEL: Final[Mapping[str, object]] = {"replicas": 1, "max_replicas": None, "on": LOCAL}
+"""Settings that a server of several models does not take, and what they are when they are unset."""
 _RAY_ADDRESS: Final = re.compile(r"auto|(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(\d{1,5})")
 DRAWN: Final = "capacity_random"
 """The router that nobody can steer."""
@@ -98,7 +100,7 @@ def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens:
     layers.append(("flag", flags))
     if not tables:
         return _resolve_layers(layers, listens, refusals)
-    for name, unset in (("replicas", 1), ("max_replicas", None), ("on", LOCAL)):
+    for name, unset in OF_ONE_MODEL.items():
         if listens and any(given.get(name, unset) != unset for _, given in layers):
             refusals.add(
                 ConfigError("all replicas serve one model; leave this setting out, or leave [models.NAME] out", param=name)
@@ -131,9 +133,14 @@ def _take_models(from_file: dict[str, object], source: str, refusals: Refusals) 
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
         raise ConfigError(f'models in {source} must be tables: [models.NAME] with model = "..."', param="models")
     known = [name for name in setting_names(EngineConfig) if name != "profile"]
+    shared = {"profile", *setting_names(ServerConfig)} - {*known}
     flat = {name: flatten_groups(table, f"[models.{name}] of {source}", refusals) for name, table in tables.items()}
     for name, table in flat.items():
-        refuse_unknown(table, known, f"[models.{name}] of {source}", refusals)
+        for setting in [setting for setting in table if setting in shared]:
+            remedy = "leave it out, or [models.NAME]" if setting in OF_ONE_MODEL else "put it above the tables"
+            why = f"{setting} stands in [models.{name}] of {source}, and is a setting of the whole server; {remedy}"
+            refusals.add_unreadable(ConfigError(why, param=setting), setting)
+        refuse_unknown([setting for setting in table if setting not in shared], known, f"[models.{name}] of {source}", refusals)
         if "model" not in table:
             refusals.add(ConfigError(f'[models.{name}] of {source} has no model; add model = "..."', param="model"))
     return flat
@@ -624,4 +631,5 @@ def _read_toml(path: Path) -> dict[str, object]:
     try:
         return tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"the config file {path} is not TOML: {error}") from None
+        said = f"the config file {path} is not TOML: {error}; a line is NAME = VALUE, and text has quotes"
+        raise ConfigError(said) from None

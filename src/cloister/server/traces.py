@@ -6,6 +6,7 @@ the client only trace and span ids are used (W3C Trace Context, section 3.2): `t
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import re
 import threading
@@ -245,6 +246,21 @@ def open_tracer(config: ServerConfig, model_name: str) -> Tracer | None:
     return Tracer(config.otlp_endpoint, next(iter(config.served_names), model_name))
 
 
+def check_endpoint(endpoint: str) -> None:
+    """Checks what can be known of a collector's address without asking it.
+
+    Raises:
+        ConfigError: it is no address, or OpenTelemetry is not installed.
+    """
+    _address(endpoint)
+    if importlib.util.find_spec("opentelemetry") is None:
+        raise _lacks_extra()
+
+
+def _lacks_extra() -> ConfigError:
+    return ConfigError(f"otlp_endpoint needs OpenTelemetry; install it with: {install_command('otel')}", param="otlp_endpoint")
+
+
 def _address(endpoint: str) -> str:
     parts = urlsplit(endpoint)
     if parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
@@ -259,9 +275,7 @@ def _provide(address: str, delay_s: float) -> TracerProvider:
         from opentelemetry.sdk.trace import TracerProvider
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError:
-        raise ConfigError(
-            f"otlp_endpoint needs OpenTelemetry; install it with: {install_command('otel')}", param="otlp_endpoint"
-        ) from None
+        raise _lacks_extra() from None
     # An unreachable collector is reported once per failed batch; the transport's own logging would repeat it.
     logging.getLogger("urllib3").setLevel(logging.ERROR)
     provider = TracerProvider(

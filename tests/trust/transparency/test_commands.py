@@ -107,7 +107,9 @@ def test_from_an_empty_directory_to_an_epoch_that_a_client_believes(tmp_path: Pa
         assert kind.startswith(f"{row['kind']} ")
         assert number.startswith("1 ")
         assert details in rest
-    assert "membership 1 holds: 1 nodes" in run("log", "verify", log, "--log", public["log"], "--release", public["release"])
+    said = run("log", "verify", log, "--log", public["log"], "--release", public["release"])
+    assert "membership 1 holds: 1 node with" in said
+    assert "1 release with the signature of a trusted key; none was revoked" in said
     assert "numbered one after the other, up to 1" in run(
         "log", "verify", log, "--log", public["log"], "--release", public["release"]
     )

@@ -167,7 +167,7 @@ def check_place(source: Path, out: Path) -> None:
 
     Raises:
         ModelError: the source is no directory of a Hugging Face model, its family's matrices are stored in another order, or
-            there is something in `out` already.
+            there is something in `out` already, or its disk has no room.
     """
     if not (source / "config.json").is_file():
         raise ModelError(f"{source} is not a model directory with a config.json; a GGUF file has its few bits already")
@@ -179,6 +179,18 @@ def check_place(source: Path, out: Path) -> None:
         )
     if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise ModelError(f"{out} exists already; name a directory that does not, or an empty one")
+    there = next(place for place in (out.absolute(), *out.absolute().parents) if place.exists())
+    free_bytes, least_bytes = shutil.disk_usage(there).free, _least_bytes(source)
+    if free_bytes < least_bytes:
+        raise ModelError(
+            f"the disk of {out} has {free_bytes / 1e6:.0f} MB free, and the model takes more than {least_bytes / 1e6:.0f} MB; "
+            "free some, or name a directory of another disk"
+        )
+
+
+def _least_bytes(source: Path) -> int:
+    """Returns less than a model in few bits takes: as if all of its weights were of 32 bits before and of 4 afterwards."""
+    return sum(file.stat().st_size for file in source.glob("*.safetensors")) // 8
 
 
 def write_model(source: Path, out: Path, tensors: Iterable[tuple[str, Tensor]], calibration: str) -> None:

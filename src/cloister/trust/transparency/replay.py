@@ -287,8 +287,13 @@ def verify_log(reader: LogReader, release_keys: Sequence[PublicKey]) -> Iterator
     yield f"epochs are numbered one after the other, up to {newest.epoch if newest else 0}"
     held = history.roll.current
     yield (
-        f"membership {held.number} holds: {len(held.members)} nodes with the capacity {held.capacity}"
+        f"membership {held.number} holds: {_count(len(held.members), 'node')} with the capacity {held.capacity}"
         if held
         else "no membership holds yet"
     )
-    yield f"{len(history.releases)} releases are signed by a trusted key; {history.minimum} is the least that may run"
+    least = f"{history.minimum} is the least that may run" if history.minimum else "none was revoked"
+    yield f"{_count(len(history.releases), 'release')} with the signature of a trusted key; {least}"
+
+
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
