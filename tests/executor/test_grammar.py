@@ -523,6 +523,25 @@ def test_a_grammar_is_compiled_beside_the_one_who_asks(compiler):
     assert scripted.compiled == [grammar]
 
 
+def test_tenants_take_turns_at_the_thread_that_compiles(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars = Grammars(scripted)
+    first, flood = Grammar(GrammarKind.REGEX, "hang"), [Grammar(GrammarKind.REGEX, f"flood{i}") for i in range(20)]
+    others = {name: [Grammar(GrammarKind.REGEX, f"{name}{i}") for i in range(2)] for name in ("ann", "bob")}
+    grammars.prepare(first, lambda: None, "flood")
+    wait_for(lambda: scripted.compiled)
+    for grammar in flood:
+        grammars.prepare(grammar, lambda: None, "flood")
+    for name, own in others.items():
+        for grammar in own:
+            grammars.prepare(grammar, lambda: None, name)
+    scripted.goes_on.set()
+    wait_for(lambda: len(scripted.compiled) == 25)
+    order = [grammar.source for grammar in scripted.compiled]
+    assert order[1:7] == ["flood0", "ann0", "bob0", "flood1", "ann1", "bob1"]
+    assert order[7:] == [f"flood{i}" for i in range(2, 20)], "of one tenant in the order in which they came"
+
+
 @pytest.fixture
 def impatient(monkeypatch):
     """A compilation that hangs has had its time at once."""
@@ -588,6 +607,25 @@ def test_too_many_that_hang_refuse_the_next_ones_until_they_are_done(compiler):
     assert "try again" in found["next", 0][1]
     scripted.goes_on.set()
     wait_for(lambda: answer(compiler, [make("next", refused)], grammars=grammars)[0]["next", 0][1] is FinishReason.STOP)
+
+
+@pytest.mark.usefixtures("impatient")
+def test_one_that_found_no_thread_is_refused_at_once_though_one_has_become_free(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars = Grammars(scripted)
+    for number in (1, 2):
+        stuck = Grammar(GrammarKind.REGEX, "hang")
+        grammars.prepare(stuck, lambda: None)
+        wait_for(lambda number=number: len(scripted.compiled) == number)
+        assert grammars.give_up(stuck)
+    late = Grammar(GrammarKind.REGEX, "hang")
+    assert grammars.prepare(late, lambda: None)
+    scripted.goes_on.set()
+    wait_for(lambda: all(job.done() for job in grammars._left))
+    scripted.goes_on.clear()
+    found, _ = answer(compiler, [make("late", late)], grammars=grammars)
+    assert "try again" in found["late", 0][1], "no step waits until it is compiled"
+    assert len(scripted.compiled) == 2
 
 
 def test_a_compilation_ends_by_the_time_of_its_thread_not_by_that_of_others(compiler, monkeypatch):

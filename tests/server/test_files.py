@@ -8,6 +8,7 @@ import json
 import resource
 import threading
 import time
+import tracemalloc
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import replace
 from functools import partial
@@ -115,6 +116,54 @@ def test_a_file_comes_back_as_it_went_and_can_be_removed(server):
         assert sdk.files.delete(stored.id).deleted
         with pytest.raises(openai.NotFoundError):
             sdk.files.retrieve(stored.id)
+
+
+def put_answers(directory: Path, records: list[bytes]) -> str:
+    """Keeps a file as a batch leaves one, of the only owner; returns its id."""
+    gate = make_gate()
+    service = FileService.open(ServerConfig(files=str(directory)), gate)
+    owner, file_id = service.owner(gate.admit(None)), service.store.shelf.new_id()
+    for number, record in enumerate(records):
+        service.store.append(file_id, owner, number, record)
+    service.store.publish(owner, file_id, "answers", sum(len(record) + 1 for record in records))
+    service.close()
+    return file_id
+
+
+def test_a_large_file_is_read_while_it_is_sent(model_path, tmp_path):
+    size = 1 << 20
+    records = [bytes([number]) * (size - 1) for number in range(40)]
+    file_id = put_answers(tmp_path / "kept", records)
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server:
+        tracemalloc.start()
+        try:
+            with httpx.stream("GET", f"{server.url}/v1/files/{file_id}/content") as reply:
+                assert reply.headers["content-length"] == str(40 * size)
+                received = 0
+                for piece in reply.iter_raw(size):
+                    assert piece == records[received // size] + b"\n"
+                    received += len(piece)
+            _, peak_bytes = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert received == 40 * size
+    assert peak_bytes < 12 * size, "a few records at a time"
+
+
+@pytest.mark.parametrize(("place", "status"), [(0, 500), (3, 200)])
+def test_a_file_that_is_damaged_is_never_sent_whole(model_path, tmp_path, place, status):
+    file_id = put_answers(tmp_path / "kept", [bytes([number]) * 999 for number in range(5)])
+    path = tmp_path / "kept" / f"{file_id}.data"
+    data = bytearray(path.read_bytes())
+    data[place * len(data) // 5 + 500] ^= 1
+    path.write_bytes(data)
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server:
+        with httpx.stream("GET", f"{server.url}/v1/files/{file_id}/content") as reply:
+            assert reply.status_code == status
+            with contextlib.nullcontext() if status == 500 else pytest.raises(httpx.RemoteProtocolError):
+                reply.read()
+        path.write_bytes(data[: len(data) * 4 // 5])  # what is missing is known before anything is sent
+        assert httpx.get(f"{server.url}/v1/files/{file_id}/content").status_code == 500
 
 
 def test_a_batch_answers_every_line_once(server):
@@ -348,7 +397,7 @@ def test_a_full_disk_is_said_in_words_and_nothing_is_left_in_halves(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert {path.name: path.read_bytes() for path in (tmp_path / "kept").iterdir()} == before
     store.append("file-" + "0" * 32, owner, 1, b"second")
-    assert store.lines("file-" + "0" * 32, owner) == [b"first\n", b"second\n"]
+    assert list(store.lines("file-" + "0" * 32, owner)) == [b"first\n", b"second\n"]
 
 
 def test_a_record_that_was_cut_short_was_never_written(tmp_path):
@@ -359,7 +408,7 @@ def test_a_record_that_was_cut_short_was_never_written(tmp_path):
     for cut in (1, 10, 30):
         data = path.read_bytes()
         path.write_bytes(data[:-cut])
-        assert vault.mend("a", KEY) == [b"one"]
+        assert list(vault.mend("a", KEY)) == [b"one"]
         vault.append("a", KEY, 1, b"two")
         assert list(vault.read("a", KEY)) == [b"one", b"two"]
 
@@ -498,7 +547,7 @@ def test_what_a_batch_has_written_counts_against_its_owners_share_while_it_runs(
         store.create(ann, "a", bytes(10_000))
     store.create(bob, "b", bytes(10_000))
     again = FileStore(vault, most_each_bytes=50_000)  # as a server that starts again
-    assert len(again.lines(output_id, ann)) == 4
+    assert len(list(again.lines(output_id, ann))) == 4
     with pytest.raises(StorageFullError, match="delete some"):
         again.create(ann, "a", bytes(10_000))
     store.publish(ann, output_id, "out", 40_004)

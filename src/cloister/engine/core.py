@@ -47,7 +47,7 @@ from cloister.types.events import (
     UnloadAdapter,
 )
 from cloister.types.logs import describe
-from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, Grammar, ModelInfo
+from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, ModelInfo, Request
 from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
@@ -362,7 +362,7 @@ class EngineCore:
         request = submitted.request
         seed = secrets.randbits(63) if submitted.seed is None else submitted.seed
         grammar = request.sampling.grammar
-        grammar_deadline_s = None if grammar is None or self._is_compiled(grammar) else now + COMPILE_TIMEOUT_S
+        grammar_deadline_s = None if grammar is None or self._is_compiled(request) else now + COMPILE_TIMEOUT_S
         refusal = None if request.adapter is None else self.adapters.find_refusal(request.adapter)
         loads_kv = submitted.kv_source is not None and self._transfer is not None
         if submitted.kv_source is not None and self._transfer is not None:
@@ -381,10 +381,13 @@ class EngineCore:
         if submitted.kv_source is not None and self._transfer is None:
             self._scheduler.kv_loads.refuse(request.request_id, now)
 
-    def _is_compiled(self, grammar: Grammar) -> bool:
-        """Whether a request need not wait for a grammar. Otherwise starts to compile it, and wakes the engine when that is
+    def _is_compiled(self, request: Request) -> bool:
+        """Whether a request need not wait for its grammar. Otherwise starts to compile it, and wakes the engine when that is
         done."""
-        return self._grammars is None or self._grammars.prepare(grammar, lambda: self.input_queue.wake())
+        grammar = request.sampling.grammar
+        if self._grammars is None or grammar is None:
+            return True
+        return self._grammars.prepare(grammar, self.input_queue.wake, request.tenant)
 
     def _release_compiled(self, now: float) -> None:
         """Releases requests whose grammar is compiled, and fails those that have waited too long."""
@@ -392,7 +395,7 @@ class EngineCore:
             grammar, is_late = state.request.sampling.grammar, now >= state.grammar_deadline_s
             assert grammar is not None
             assert self._grammars is not None
-            if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(grammar):
+            if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(state.request):
                 self._scheduler.release(state)
             elif is_late:
                 state.grammar_deadline_s = now + COMPILE_LOOK_S

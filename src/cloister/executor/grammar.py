@@ -11,11 +11,13 @@ from __future__ import annotations
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Final, Protocol
 
 import numpy as np
@@ -330,16 +332,84 @@ class _Compiled:
 
     Attributes:
         owner: the object in its sampling parameters; this entry is dropped with it.
+        tenant: of its request.
         job: compiles it; None while no thread is free.
         taken: what that has taken.
         is_moved: it was queued for too long, and got another thread.
+        awaited: the job whose end the engine will hear of.
     """
 
     owner: weakref.ref[Grammar]
+    tenant: str
     job: Future[_Ready] | None
     taken: CompileTime
     objection: str | None = None
     is_moved: bool = False
+    awaited: Future[_Ready] | None = None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Compilation:
+    """One compilation, from when it is queued until it ends.
+
+    Attributes:
+        taken: what it has taken.
+        is_moved: it was queued for too long, and got another thread.
+    """
+
+    job: Future[_Ready]
+    compile_it: Callable[[], _Ready]
+    taken: CompileTime
+    is_moved: bool
+
+
+class CompileQueue:
+    """Grammars that wait for a thread. Tenants take turns: however many one of them sends, another one's waits for one of each.
+
+    A thread takes what is first when it is free, so it is told only that there is one more.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[str, deque[Compilation]] = {}  # the next tenant first
+        self._running: list[Compilation] = []
+
+    def put(self, tenant: str, compilation: Compilation) -> None:
+        """Adds a compilation; a thread has to call `run_next` once for it."""
+        with self._lock:
+            self._waiting.setdefault(tenant, deque()).append(compilation)
+
+    def running(self) -> list[Compilation]:
+        """Returns those that have begun: few, however many wait."""
+        with self._lock:
+            return list(self._running)
+
+    def run_next(self) -> None:
+        """Compiles the next one; those that were cancelled are dropped on the way."""
+        while (found := self._take()) is not None:
+            if not found.job.set_running_or_notify_cancel():
+                continue
+            with self._lock:
+                self._running.append(found)
+            try:
+                found.job.set_result(found.compile_it())
+            except BaseException as error:  # a panic of a library in Rust is no Exception
+                found.job.set_exception(error)
+            finally:
+                with self._lock:
+                    self._running.remove(found)
+            return
+
+    def _take(self) -> Compilation | None:
+        with self._lock:
+            if not self._waiting:
+                return None
+            tenant = next(iter(self._waiting))
+            jobs = self._waiting.pop(tenant)
+            found = jobs.popleft()
+            if jobs:
+                self._waiting[tenant] = jobs  # behind the others
+            return found
 
 
 def make_thread(name: str) -> Executor:
@@ -367,18 +437,22 @@ class Grammars:
         self._compiled: dict[int, _Compiled] = {}
         self._masks = make_thread("cloister-grammar")
         self._compiling = make_thread("cloister-compile")
+        self._queue = CompileQueue()
         self._left: list[Future[_Ready]] = []
 
-    def prepare(self, grammar: Grammar, then: Callable[[], None]) -> bool:
+    def prepare(self, grammar: Grammar, then: Callable[[], None], tenant: str = "") -> bool:
         """Starts to compile a grammar; returns True if it is already compiled.
 
         Args:
             then: called from another thread when it is compiled.
+            tenant: whose turn it is compiled in.
         """
-        found = self._find(grammar)
+        found = self._find(grammar, tenant)
         if found.job is None or found.job.done() or found.objection is not None:
             return True
-        found.job.add_done_callback(lambda job: then())
+        if found.awaited is not found.job:  # asked again and again, it would call as often
+            found.awaited = found.job
+            found.job.add_done_callback(lambda job: then())
         return False
 
     def give_up(self, grammar: Grammar) -> bool:
@@ -411,12 +485,11 @@ class Grammars:
 
     def _is_blocked(self) -> bool:
         """Whether what is compiled has had its time, so that those behind it wait for no busy machine."""
-        running = [found for found in list(self._compiled.values()) if found.job is not None and found.job.running()]
+        running = self._queue.running()
         return bool(running) and all(found.taken.is_over for found in running)
 
     def _running(self) -> list[Future[_Ready]]:
-        known = [found.job for found in list(self._compiled.values()) if found.job is not None and not found.is_moved]
-        return [job for job in known if job.running() and job not in self._left]
+        return [found.job for found in self._queue.running() if not found.is_moved and found.job not in self._left]
 
     def _move(self, found: _Compiled, grammar: Grammar) -> bool:
         """Restarts jobs that have not begun, on a new thread; returns True if there is no thread for them, or was
@@ -426,7 +499,7 @@ class Grammars:
             return True
         self._leave(self._running())
         found.taken = CompileTime()
-        found.job, found.is_moved = self._start(grammar, found.taken), True
+        found.job, found.is_moved = self._start(grammar, found.taken, found.tenant, is_moved=True), True
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[_Ready]]) -> None:
@@ -444,6 +517,8 @@ class Grammars:
         """
         found = self._find(grammar)
         try:
+            if found.job is None:  # it stays refused, whatever is free by now: a step must not wait for a compilation
+                del self._compiled[id(grammar)]
             if found.job is None or found.objection is not None:
                 kind = InvalidRequestError if found.objection == TOO_SLOW else CloisterError
                 raise kind(found.objection or TOO_BUSY)
@@ -467,18 +542,23 @@ class Grammars:
             state.expect()
         self._masks.submit(_look_ahead, states)
 
-    def _find(self, grammar: Grammar) -> _Compiled:
+    def _find(self, grammar: Grammar, tenant: str = "") -> _Compiled:
         key = id(grammar)
         found = self._compiled.get(key)
-        if found is None or found.owner() is not grammar or found.job is None:
+        if found is None or found.owner() is not grammar:
             owner = weakref.ref(grammar, lambda gone: self._forget(key, gone))
             taken = CompileTime()
-            found = self._compiled[key] = _Compiled(owner, self._start(grammar, taken), taken)
+            found = self._compiled[key] = _Compiled(owner, tenant, self._start(grammar, taken, tenant), taken)
         return found
 
-    def _start(self, grammar: Grammar, taken: CompileTime) -> Future[_Ready] | None:
+    def _start(self, grammar: Grammar, taken: CompileTime, tenant: str, *, is_moved: bool = False) -> Future[_Ready] | None:
         self._left = [job for job in self._left if not job.done()]
-        return self._compiling.submit(self._compile, grammar, taken) if len(self._left) < MAX_LEFT else None
+        if len(self._left) >= MAX_LEFT:
+            return None
+        job: Future[_Ready] = Future()
+        self._queue.put(tenant, Compilation(job, partial(self._compile, grammar, taken), taken, is_moved))
+        self._compiling.submit(self._queue.run_next)
+        return job
 
     def _compile(self, grammar: Grammar, taken: CompileTime) -> _Ready:
         taken.begin()

@@ -7,7 +7,7 @@ import json
 import logging
 import secrets
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Annotated, Any, Final, Literal
@@ -167,7 +167,7 @@ def describe_batch(batch: Batch) -> dict[str, Any]:
     }
 
 
-def done_ids(records: Sequence[bytes]) -> set[str]:
+def done_ids(records: Iterable[bytes]) -> set[str]:
     """Returns the names of the lines that have an answer or an error."""
     return {msgspec.json.decode(record, type=_Done).custom_id for record in records}
 
@@ -274,8 +274,8 @@ class BatchRunner:
         if admission is None or owner is None:
             raise NotFoundError("The API key of this batch is no longer known.", code="key_removed")
         lines = await asyncio.to_thread(self._read, batch, owner)
-        answered = done_ids(await asyncio.to_thread(self._files.lines, batch.output_id, owner))
-        failed = done_ids(await asyncio.to_thread(self._files.lines, batch.error_id, owner))
+        answered = await asyncio.to_thread(self._read_done, batch.output_id, owner)
+        failed = await asyncio.to_thread(self._read_done, batch.error_id, owner)
         batch.num_completed, batch.num_failed = len(answered), len(failed)
         left = iter([line for line in lines if line.custom_id not in answered | failed])
         lock = asyncio.Lock()  # results are written sequentially
@@ -329,8 +329,8 @@ class BatchRunner:
         await self._append(batch, owner, is_answer, line, {"response": response, "error": None})
 
     async def _tell_expired(self, batch: Batch, owner: Owner, lines: list[Line]) -> None:
-        done = done_ids(await asyncio.to_thread(self._files.lines, batch.output_id, owner))
-        done |= done_ids(await asyncio.to_thread(self._files.lines, batch.error_id, owner))
+        done = await asyncio.to_thread(self._read_done, batch.output_id, owner)
+        done |= await asyncio.to_thread(self._read_done, batch.error_id, owner)
         told = {"code": "batch_expired", "message": "This request was not answered before the batch expired."}
         for line in lines:
             if line.custom_id not in done:
@@ -366,10 +366,13 @@ class BatchRunner:
             batch.mistakes = [Mistake(error.code, error.message)]
 
     def _publish(self, owner: Owner, file_id: str, filename: str) -> bool:
-        records = self._files.lines(file_id, owner)
-        if records:
-            self._files.publish(owner, file_id, filename, sum(map(len, records)))
-        return bool(records)
+        num_bytes = sum(map(len, self._files.lines(file_id, owner)))
+        if num_bytes:
+            self._files.publish(owner, file_id, filename, num_bytes)
+        return num_bytes > 0
+
+    def _read_done(self, file_id: str, owner: Owner) -> set[str]:
+        return done_ids(self._files.lines(file_id, owner))
 
     def _admit(self, batch: Batch) -> Admission | None:
         return self._gate.readmit(None if batch.key is None else bytes.fromhex(batch.key))

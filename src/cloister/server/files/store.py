@@ -256,24 +256,30 @@ class FileStore:
         with self._lock:
             self._unfinished.pop(file_id, None)
 
-    def content(self, stored: StoredFile, owner: Owner) -> bytes:
-        """Returns a file's content.
+    def read(self, stored: StoredFile, owner: Owner) -> Iterator[bytes]:
+        """Yields a file's content in pieces, each read when it is asked for: the answers of a batch may have gigabytes.
 
         Raises:
-            DamagedError: the file was tampered with.
+            DamagedError: the file was tampered with; before the first piece, if something at its end is missing.
         """
-        content = b"".join(self.vault.read(stored.id + _DATA, owner.key))
-        if len(content) != stored.bytes:  # the last records may be missing
+        name = stored.id + _DATA
+        if self.vault.count_bytes(name) != stored.bytes:
             raise DamagedError
-        return content
+        yield from self.vault.read(name, owner.key)
 
-    def lines(self, file_id: str, owner: Owner) -> list[bytes]:
-        """Returns the data appended under an id so far, so that more can follow. It counts against the owner's share."""
-        records = self.vault.mend(file_id + _DATA, owner.key)
+    def content(self, stored: StoredFile, owner: Owner) -> bytes:
+        """Returns the content of a file that a client sent. Raises DamagedError as `read`."""
+        return b"".join(self.read(stored, owner))
+
+    def lines(self, file_id: str, owner: Owner) -> Iterator[bytes]:
+        """Yields the data appended under an id so far. At its end it counts against the owner's share, and more can follow."""
+        num_bytes = 0
+        for record in self.vault.mend(file_id + _DATA, owner.key):
+            num_bytes += len(record)
+            yield record
         with self._lock:
             self._unfinished.pop(file_id, None)
-            self._count(owner, file_id, sum(map(len, records)))
-        return records
+            self._count(owner, file_id, num_bytes)
 
     def append(self, file_id: str, owner: Owner, number: int, line: bytes) -> None:
         """Appends a line to an unfinished file; errors as in `create`, after which existing data is kept."""

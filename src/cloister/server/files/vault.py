@@ -16,7 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
@@ -26,6 +26,7 @@ from cloister.types.errors import CloisterError, ConfigError
 KEY_BYTES: Final = 32
 _NONCE_BYTES: Final = 12
 _HEAD_BYTES: Final = 4 + _NONCE_BYTES
+_TAG_BYTES: Final = 16
 _FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 
 
@@ -92,23 +93,37 @@ class Vault:
         return hmac.digest(self._key, b"cloister/files/1\0" + purpose, "sha256")
 
     def read(self, name: str, key: bytes) -> Iterator[bytes]:
-        """Yields the records of a file; none if it does not exist.
+        """Yields the records of a file, each read when it is asked for; none if it does not exist.
 
         Raises:
             DamagedError: a record was changed, or encrypted under another key.
         """
-        try:
-            data = (self._path / name).read_bytes()
-        except FileNotFoundError:
-            return
-        cipher, place, number = AESGCM(key), 0, 0
-        while (end := _end(data, place)) <= len(data) and place < len(data):
-            nonce = data[place + 4 : place + _HEAD_BYTES]
+        cipher = AESGCM(key)
+        for number, (file, nonce, sealed_bytes) in enumerate(self._heads(name)):
             try:
-                yield cipher.decrypt(nonce, data[place + _HEAD_BYTES : end], _place(name, number))
+                yield cipher.decrypt(nonce, file.read(sealed_bytes), _place(name, number))
             except InvalidTag:
                 raise DamagedError from None
-            place, number = end, number + 1
+
+    def count_bytes(self, name: str) -> int:
+        """Returns the length of all records of a file together, as their heads state it; 0 if it does not exist."""
+        return sum(sealed_bytes - _TAG_BYTES for _, _, sealed_bytes in self._heads(name))
+
+    def _heads(self, name: str) -> Iterator[tuple[BinaryIO, bytes, int]]:
+        """Yields the file, which stands behind the head, and nonce and length of each record that is there as a whole."""
+        try:
+            file = (self._path / name).open("rb")
+        except FileNotFoundError:
+            return
+        with file:
+            place, most_bytes = 0, os.fstat(file.fileno()).st_size
+            while len(head := file.read(_HEAD_BYTES)) == _HEAD_BYTES:
+                sealed_bytes = int.from_bytes(head[:4])
+                place += _HEAD_BYTES + sealed_bytes
+                if place > most_bytes:
+                    return
+                yield file, head[4:], sealed_bytes
+                file.seek(place)
 
     def replace(self, name: str, key: bytes, record: bytes, *, is_small: bool = False) -> None:
         """Writes a file of one record atomically and durably.
@@ -156,13 +171,15 @@ class Vault:
         with self._lock:
             self._sizes[name] = size + len(sealed)
 
-    def mend(self, name: str, key: bytes) -> list[bytes]:
-        """Returns the records of a file, and removes a truncated last one, so that others can follow."""
-        records = list(self.read(name, key))
+    def mend(self, name: str, key: bytes) -> Iterator[bytes]:
+        """Yields the records of a file. At their end it removes a truncated last one, so that others can follow."""
+        size = 0
+        for record in self.read(name, key):
+            size += _HEAD_BYTES + len(record) + _TAG_BYTES
+            yield record
         with self._lock:
             if name in self._sizes:
-                self._sizes[name] = sum(_HEAD_BYTES + len(record) + 16 for record in records)
-        return records
+                self._sizes[name] = size
 
     def remove(self, name: str) -> None:
         """Removes a file, if it exists."""
@@ -247,10 +264,6 @@ def _seal(key: bytes, name: str, number: int, record: bytes) -> bytes:
 
 def _place(name: str, number: int) -> bytes:
     return name.encode() + b"\0" + number.to_bytes(8)
-
-
-def _end(data: bytes, place: int) -> int:
-    return place + _HEAD_BYTES + int.from_bytes(data[place : place + 4])
 
 
 def _write(descriptor: int, data: bytes) -> None:

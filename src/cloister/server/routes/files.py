@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
 from pydantic import Field
 from starlette.requests import Request
 from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cloister.policy.gate import Admission
 from cloister.server.errors import invalid
@@ -100,8 +102,40 @@ async def retrieve_file(request: Request, file_id: str) -> Response:
 async def read_file(request: Request, file_id: str) -> Response:
     """Returns the content of a file."""
     state, files, owner = opened(request)
-    content = await state.off_the_loop(files.store.content, files.store.shelf.find(file_id, owner), owner)
-    return Response(content, media_type="application/octet-stream")
+    stored = files.store.shelf.find(file_id, owner)
+    pieces = files.store.read(stored, owner)
+
+    async def read() -> bytes:
+        return await state.off_the_loop(next, pieces, b"")
+
+    return StoredContent(await read(), read, stored.bytes)
+
+
+class StoredContent(Response):
+    """A reply whose body is read while it is sent, as it may be larger than all memory for replies.
+
+    What is found to be damaged behind the first piece ends the connection before the length that the head states.
+
+    Args:
+        first: its first piece, which was read before anything is sent, so that an error gets its status.
+        read: returns the next piece; empty at the end.
+        num_bytes: of all pieces.
+    """
+
+    def __init__(self, first: bytes, read: Callable[[], Awaitable[bytes]], num_bytes: int) -> None:
+        self.status_code = 200
+        self.media_type = "application/octet-stream"
+        self.background = None
+        self.init_headers({"content-length": str(num_bytes)})
+        self._first, self._read = first, read
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        piece, self._first = self._first, b""
+        while piece:
+            await send({"type": "http.response.body", "body": piece, "more_body": True})
+            piece = await self._read()
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
 @router.delete("/v1/files/{file_id}")
