@@ -9,6 +9,14 @@ import pytest
 from tests.server.running_server import RunningServer, serving, start_speaking, start_thinking, write_model
 
 
+@pytest.fixture(scope="session", autouse=True)
+def images_may_last() -> Iterator[None]:
+    """Each image is decoded by a process of its own, which takes long to start on a busy machine."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cloister.server.image_decoding.DEADLINE_S", 300.0)
+        yield
+
+
 @pytest.fixture(scope="session")
 def model_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_model(tmp_path_factory.mktemp("server_model"))
