@@ -610,6 +610,20 @@ def test_too_many_that_hang_refuse_the_next_ones_until_they_are_done(compiler):
 
 
 @pytest.mark.usefixtures("impatient")
+def test_all_behind_one_that_is_given_up_are_compiled_by_the_next_thread(compiler):
+    scripted = ScriptedCompiler(compiler)
+    grammars, stuck = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang")
+    grammars.prepare(stuck, lambda: None)
+    wait_for(lambda: scripted.compiled)
+    behind = [Grammar(GrammarKind.REGEX, f"behind{i}") for i in range(3)]
+    for grammar in behind:
+        grammars.prepare(grammar, lambda: None)
+    assert grammars.give_up(stuck)
+    wait_for(lambda: all(grammars.prepare(grammar, lambda: None) for grammar in behind))
+    scripted.goes_on.set()
+
+
+@pytest.mark.usefixtures("impatient")
 def test_one_that_found_no_thread_is_refused_at_once_though_one_has_become_free(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars = Grammars(scripted)

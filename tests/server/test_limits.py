@@ -165,6 +165,16 @@ def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):
     assert b"within 0.3 s" in reply
 
 
+def test_a_request_with_two_lengths_ends_its_connection(model_path, engine):
+    """What stands behind its chunks would be another request here, and part of this one for a proxy that counts bytes."""
+    lengths = b"Content-Length: 36\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n"
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n" + lengths
+    with serving_script(model_path, engine) as server:
+        reply = trickle(server, head + b"GET /version HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n", b"X", every_s=0.05)
+    assert reply.count(b"HTTP/1.1 ") == 1
+    assert b'"version"' not in reply
+
+
 def test_a_head_that_does_not_come_is_not_waited_for(model_path, engine, monkeypatch):
     monkeypatch.setattr(Connection, "request_timeout_s", 0.3)
     with serving_script(model_path, engine) as server:

@@ -375,9 +375,15 @@ class CompileQueue:
         self._running: list[Compilation] = []
 
     def put(self, tenant: str, compilation: Compilation) -> None:
-        """Adds a compilation; a thread has to call `run_next` once for it."""
+        """Adds a compilation; a thread has to call `run_next` once for it, or more often."""
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append(compilation)
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have not begun, also cancelled ones."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
 
     def running(self) -> list[Compilation]:
         """Returns those that have begun: few, however many wait."""
@@ -508,6 +514,8 @@ class Grammars:
             self._left += jobs
             self._compiling.shutdown(wait=False)
             self._compiling = self._make_thread("cloister-compile")
+            for _ in range(self._queue.num_waiting):  # else they waited for the one that was abandoned
+                self._compiling.submit(self._queue.run_next)
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
         """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.

@@ -338,6 +338,8 @@ class Connection(H11Protocol):
         """
 
         async def run(scope: Scope, receive: Receive, send: Send) -> None:
+            if {b"content-length", b"transfer-encoding"} <= {name for name, _ in scope["headers"]}:
+                self.cycle.keep_alive = False  # a proxy may have read another end of it (RFC 9112, section 6.3)
             if self.unread is None:
                 await app(scope, receive, _PiecewiseSend(self, send, None))
                 return
