@@ -243,7 +243,16 @@ EVENTS: dict[str, tuple[tuple[InjectedFault, ...], tuple[OperatorAction, ...]]] 
 def test_no_request_is_lost_when_something_happens_meanwhile(event: str) -> None:
     faults, operations = EVENTS[event]
     outcome = fuzz.replay(
-        Scenario(seed=1, num_replicas=2, min_replicas=1, max_num_seqs=4, jobs=BURST, faults=faults, operations=operations)
+        Scenario(
+            seed=1,
+            num_replicas=2,
+            min_replicas=1,
+            max_num_seqs=4,
+            max_waiting=2 * len(BURST),  # one tenant sends all of them, and may have three quarters of a queue
+            jobs=BURST,
+            faults=faults,
+            operations=operations,
+        )
     )
     assert not outcome.violations
     assert outcome.num_requests == len(BURST)
