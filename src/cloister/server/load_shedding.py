@@ -165,6 +165,12 @@ class BodyCharge:
         self._budget.forget(self)
 
 
+def find_body_ceiling(limit_bytes: int) -> int:
+    """Returns the ceiling of a server whose bodies have at most `limit_bytes` each, and owners: one of that size fits into the
+    share of its owner."""
+    return max(BODY_CEILING_BYTES, limit_bytes + -(-limit_bytes // OWNER_RATIO))
+
+
 class BodyBudget:
     """One memory ceiling for the request bodies of one process, charged as bytes arrive; what a head declares is not charged.
 
@@ -174,7 +180,7 @@ class BodyBudget:
     large bodies of one owner may take OWNER_RATIO times what is still free, and others find some memory.
 
     Args:
-        limit_bytes: ceiling of all bodies together; at least the limit of one.
+        limit_bytes: ceiling of all bodies together; at least the limit of one, with owners more (`find_body_ceiling`).
         small_bytes: maximum size of a small body.
         reserve_bytes: above the limit, for small bodies only.
 
