@@ -113,6 +113,11 @@ def test_a_waiting_request_goes_itself_where_it_fits_and_only_if_memory_is_what_
     assert decide({**APART, 0: [*APART[0][:2], small], 1: running(100, name="b")}, even) == []
 
 
+def test_a_search_that_waits_for_other_searches_hides_no_request_that_waits_for_memory() -> None:
+    search = RequestSnapshot("search", 4, 0, has_slot=False, is_held=True)
+    assert decide({**APART, 0: [search, *APART[0]]}) == decide(APART)
+
+
 def test_room_is_not_made_at_the_cost_of_more_urgent_requests() -> None:
     urgent = running(470, 200, name="a", priority=-1)
     assert decide({**APART, 0: [*urgent, WAITING]}, headroom=0.0) == []

@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -433,6 +434,24 @@ def test_only_routers_that_strict_profiles_refuse_learn_lengths(model_path: Path
     learns = router in ("least_work", "conductor")
     assert (engines.client.length_errors() is not None) == learns
     assert engines.client.num_forecasts == learns
+
+
+def test_a_tenant_with_its_share_of_one_queue_gets_places_in_the_others(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin")
+
+    def submit(client: EngineClient | ReplicaSet) -> None:
+        client.submit(msgspec.structs.replace(make_request(), tenant="a"), lambda output: None)
+
+    for _ in range(6):
+        submit(engines.clients[0])
+    with pytest.raises(QueueFullError, match="this key's tenant"):
+        submit(engines.clients[0])
+    assert engines.clients[0].snapshot().is_accepting, "others have a place"
+    for _ in range(12):
+        submit(engines.client)
+    assert [client.snapshot().num_requests for client in engines.clients] == [6, 6, 6]
+    with pytest.raises(QueueFullError, match="this key's tenant"):
+        submit(engines.client)
 
 
 def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:

@@ -130,6 +130,26 @@ def test_whole_bodies_of_one_owner_leave_memory_for_those_of_others() -> None:
     assert not send(100, "").is_shed, "whom nobody knows has no share"
 
 
+def test_unfinished_bodies_of_one_owner_give_way_to_bodies_of_others_with_less() -> None:
+    budget = BodyBudget(1000, small_bytes=10)
+
+    def begin(num_bytes: int, owner: str) -> BodyCharge:
+        charge = budget.open("network", owner)
+        charge.add(num_bytes)
+        return charge
+
+    flood = [begin(100, "flood") for _ in range(8)]
+    assert [charge.is_shed for charge in flood] == [False] * 7 + [True]
+    begin(200, "another").is_whole = True
+    for name in ("a third one", "a fourth one"):
+        assert not begin(100, name).is_shed, "nothing is free, but for what the flood has"
+    assert budget.num_bytes == 1000
+    assert [charge.is_shed for charge in flood] == [True] + [False] * 6 + [True]
+    for charge in flood[1:7]:
+        charge.is_whole = True
+    assert begin(100, "a fifth one").is_shed, "whole ones stay"
+
+
 def test_a_body_that_waits_for_its_client_lets_go_as_soon_as_it_gives_way() -> None:
     async def live() -> None:
         budget = BodyBudget(1000, small_bytes=0)

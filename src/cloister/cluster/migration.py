@@ -115,7 +115,7 @@ class LoadBalancer:
 
     def _make_room(self, pool: Sequence[ReplicaSnapshot], requests: Requests, room: KVRoom, now: float) -> list[Move]:
         for replica in pool:
-            waiting = [r for r in requests.get(replica.index, ()) if not r.has_slot]
+            waiting = [r for r in requests.get(replica.index, ()) if not (r.has_slot or r.is_held)]
             if not (replica.num_queued and waiting):
                 continue
             first = min(waiting, key=lambda r: r.priority)

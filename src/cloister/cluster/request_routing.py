@@ -47,9 +47,10 @@ class RequestRouting:
             EngineError: every replica is drained.
         """
         accepting = self._states.candidates()
-        if accepting and self._router is not None:
-            return self._router.place(request, _as_met_by(request, accepting))
         clients = self._states.clients
+        if accepting and self._router is not None:
+            able = [replica for replica in accepting if clients[replica.index].has_room_for(request.tenant)]
+            return self._router.place(request, _as_met_by(request, able or accepting))
         others = [i for i in range(len(clients)) if i not in self._states.unavailable]
         running = [i for i in others if clients[i].closed is None]
         if not others:

@@ -231,6 +231,10 @@ class EngineClient(RequestClient):
             return "idle"
         return "stalled" if self._watchdog.is_stalled else "running"
 
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether a tenant may queue another request, in a queue that is not full."""
+        return self._requests.has_room_for(tenant)
+
     def snapshot(self, index: int = 0) -> ReplicaSnapshot:
         """Returns the load of its engine, as the replica of this index."""
         step, held = self._requests.last_step, self._requests.held_searches

@@ -379,19 +379,18 @@ class CompileQueue:
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append(compilation)
 
-    @property
-    def num_waiting(self) -> int:
-        """Those that have not begun, also cancelled ones."""
-        with self._lock:
-            return sum(map(len, self._waiting.values()))
-
     def running(self) -> list[Compilation]:
         """Returns those that have begun: few, however many wait."""
         with self._lock:
             return list(self._running)
 
-    def run_next(self) -> None:
-        """Compiles the next one; those that were cancelled are dropped on the way."""
+    def run_all(self) -> None:
+        """Compiles all that wait: what a new thread begins with, as they were told to the one whose place it takes."""
+        while self.run_next():
+            pass
+
+    def run_next(self) -> bool:
+        """Compiles the next one; those that were cancelled are dropped on the way. Returns False if none is left."""
         while (found := self._take()) is not None:
             if not found.job.set_running_or_notify_cancel():
                 continue
@@ -404,7 +403,8 @@ class CompileQueue:
             finally:
                 with self._lock:
                     self._running.remove(found)
-            return
+            return True
+        return False
 
     def _take(self) -> Compilation | None:
         with self._lock:
@@ -509,13 +509,12 @@ class Grammars:
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[_Ready]]) -> None:
-        """Abandons a compiling thread."""
+        """Abandons a compiling thread; another one takes its place, and what waits."""
         if jobs:
             self._left += jobs
             self._compiling.shutdown(wait=False)
             self._compiling = self._make_thread("cloister-compile")
-            for _ in range(self._queue.num_waiting):  # else they waited for the one that was abandoned
-                self._compiling.submit(self._queue.run_next)
+            self._compiling.submit(self._queue.run_all)
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
         """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.

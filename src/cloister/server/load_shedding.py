@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import functools
 import ipaddress
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
@@ -165,6 +166,12 @@ class BodyCharge:
         self._budget.forget(self)
 
 
+def find_body_ceiling(limit_bytes: int) -> int:
+    """Returns the ceiling of a server whose bodies have at most `limit_bytes` each, and owners: one of that size fits into the
+    share of its owner."""
+    return max(BODY_CEILING_BYTES, limit_bytes + -(-limit_bytes // OWNER_RATIO))
+
+
 class BodyBudget:
     """One memory ceiling for the request bodies of one process, charged as bytes arrive; what a head declares is not charged.
 
@@ -174,7 +181,7 @@ class BodyBudget:
     large bodies of one owner may take OWNER_RATIO times what is still free, and others find some memory.
 
     Args:
-        limit_bytes: ceiling of all bodies together; at least the limit of one.
+        limit_bytes: ceiling of all bodies together; at least the limit of one, with owners more (`find_body_ceiling`).
         small_bytes: maximum size of a small body.
         reserve_bytes: above the limit, for small bodies only.
 
@@ -230,8 +237,16 @@ class BodyBudget:
                 return
 
     def _has_too_much(self, owner: str) -> bool:
-        held_bytes = sum(charge.num_bytes for charge in self._charges if charge.owner == owner)
-        return held_bytes > OWNER_RATIO * max(0, self._limit_bytes - self.num_bytes)
+        free_bytes = max(0, self._limit_bytes - self.num_bytes)
+        if self.num_bytes <= OWNER_RATIO * free_bytes:  # nearly always
+            return False
+        held: Counter[str] = Counter()
+        for charge in self._charges:
+            held[charge.owner] += charge.num_bytes
+        # what is shed of others that hold more becomes free
+        others = [charge for charge in self._charges if not charge.is_whole and held[charge.owner] > held[owner]]
+        free_bytes += sum(charge.num_bytes for charge in others if not self._is_small(charge))
+        return held[owner] > OWNER_RATIO * free_bytes
 
     def _shed(self, charge: BodyCharge) -> None:
         charge.is_shed = True

@@ -10,13 +10,13 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cloister.policy.gate import Admission
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.load_shedding import (
-    BODY_CEILING_BYTES,
     BODY_CHARGE,
     BodyBudget,
     BodyCharge,
     BodyPace,
     ShedError,
     client_network,
+    find_body_ceiling,
     receive_piece,
 )
 from cloister.server.middleware.cors import is_allowed
@@ -60,7 +60,7 @@ class BodyMiddleware:
         self._paths = frozenset(paths)
         self._forms = frozenset(forms)
         self._origins = frozenset(origins)
-        self._budget = budget or BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
+        self._budget = budget or BodyBudget(find_body_ceiling(limit_bytes))
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
