@@ -192,7 +192,7 @@ def test_an_issuer_that_stood_still_goes_on_if_its_operator_says_so(tmp_path: Pa
         assert f"--accept-keys {newest} makes one" in err
     status, out, err = show("--accept-keys", str(newest))
     assert (status, max(key["not_before"] for key in json.loads(out)) // EPOCH_S) == (0, newest)
-    assert f"warning: a key of week {newest} is made" in err
+    assert f"warning: a new key for week {newest} is made" in err
     assert show("--accept-keys", str(newest)) == show() == (0, out, "")
 
 

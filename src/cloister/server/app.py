@@ -26,7 +26,7 @@ from cloister.server.files.service import FileService
 from cloister.server.image_decoding import Decoding, DecodingProcess
 from cloister.server.image_fetching import ImageFetcher
 from cloister.server.images import ImageReader
-from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget
+from cloister.server.load_shedding import BodyBudget, body_ceiling
 from cloister.server.logs import RequestLog, public_error
 from cloister.server.messages import PREFIX as MESSAGES_FOLDER
 from cloister.server.messages import error_object as message_error
@@ -212,7 +212,7 @@ def surround(
 ) -> ASGIApp:
     """Wraps routes in the common middleware, and starts the batches in `stored`."""
     limit_bytes = config.max_request_kb * 1024
-    budget = BodyBudget(max(BODY_CEILING_BYTES, limit_bytes))
+    budget = BodyBudget(body_ceiling(limit_bytes))
     if stored is not None:
         inner = IgnoredFieldsMiddleware(app, strict=config.strict_fields)
         stored.begin(ErrorMiddleware(KeyLimitMiddleware(inner), calls, PLAIN_PATHS), budget)

@@ -10,6 +10,9 @@ from typing import Final, Protocol
 
 from starlette.types import Message, Receive, Scope
 
+from cloister.policy.gate import Admission
+from cloister.types.request import KEYLESS_TENANT
+
 # The network of an address: the range that one peer can be expected to control.
 #
 # A host with one address of a network often has all of it, so limits per address are ineffective: IPv6 tunnels and hosting
@@ -124,6 +127,16 @@ OWNER_RATIO: Final = 3
 
 BODY_CHARGE: Final = "body_charge"
 """State key of a request for the charge of its body."""
+
+
+def body_ceiling(limit_bytes: int) -> int:
+    """Returns the ceiling for all bodies of a server whose largest body has `limit_bytes`, which fits its owner's share."""
+    return max(BODY_CEILING_BYTES, limit_bytes + -(-limit_bytes // OWNER_RATIO))
+
+
+def body_owner(admission: object) -> str:
+    """Returns whose share of that memory a request uses: its tenant's; empty where there are no keys, or none is needed."""
+    return admission.tenant if isinstance(admission, Admission) and admission.tenant != KEYLESS_TENANT else ""
 
 
 class BodyCharge:
