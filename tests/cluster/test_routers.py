@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -272,7 +273,9 @@ class HeldSearches:
 
     unavailable: frozenset[int] = frozenset()
 
-    def able(self, found: object = None, but: object = None) -> list[ReplicaSnapshot]:
+    clients = (SimpleNamespace(has_room_for=lambda tenant: True),) * 2
+
+    def candidates(self, found: object = None, excluding: object = None) -> list[ReplicaSnapshot]:
         searches = ReplicaSnapshot(0, num_requests=9, num_waiting=8, num_pending_tokens=800, num_held=8, num_held_tokens=800)
         return [searches, ReplicaSnapshot(1, num_requests=4, num_pending_tokens=40)]
 

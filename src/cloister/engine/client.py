@@ -256,6 +256,10 @@ class EngineClient(RequestClient):
     def snapshots(self) -> list[ReplicaSnapshot]:
         return [self.snapshot()]
 
+    def has_room_for(self, tenant: str) -> bool:
+        """Whether a tenant has not used up its share of the queue."""
+        return self._requests.has_room_for(tenant)
+
     async def inspect_cache(self, scope: Scope, *, drop: bool = False, timeout_s: float = REPORT_TIMEOUT_S) -> CacheReport:
         if self._is_resting and not self._wanted.is_set():
             return CacheReport([], [])  # what an idle engine had ended with it

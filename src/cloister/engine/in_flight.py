@@ -352,7 +352,7 @@ class InFlightRequests:
         step = self.last_step
         return 0 if step is not None and step.num_queued else max(0, self._max_num_seqs - num_running)
 
-    def _has_room_for(self, tenant: str) -> bool:
+    def has_room_for(self, tenant: str) -> bool:
         """True if a tenant may queue another request, in a queue that is not full: others find some places."""
         num_free = self._max_waiting + self._count_slots() - self.num_waiting
         if tenant == KEYLESS_TENANT or num_free > self._max_waiting:  # all have this name, or nobody has to wait
@@ -379,7 +379,7 @@ class InFlightRequests:
             raise QueueFullError(
                 f"{self.num_waiting} requests wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
-        if not self._has_room_for(request.tenant):
+        if not self.has_room_for(request.tenant):
             raise QueueFullError(
                 "too many requests of this key's tenant wait already; try again later", retry_after_s=self._estimate_retry_s()
             )
