@@ -11,6 +11,7 @@ import pytest
 from cloister.launch import build_engine, resolve_settings
 from cloister.launch.app import build_gate, describe_start, open_plain
 from cloister.models import locate
+from cloister.server.files.service import FileService
 from cloister.types.errors import ConfigError
 from cloister.types.request import ModelInfo
 
@@ -121,3 +122,27 @@ def test_a_directory_that_cannot_keep_files_is_said_before_a_model_is_loaded(mon
     settings = resolve_settings({"model": "cloister-5m", "files": "/proc/nowhere/files"})
     with pytest.raises(ConfigError, match=r"/proc/nowhere/files\.key cannot be made"):
         asyncio.run(open_plain(settings, build_gate(settings), print))
+
+
+class Unstartable:
+    """An engine that does not start."""
+
+    async def start(self) -> None:
+        raise ConfigError("it does not start")
+
+    async def drain(self, timeout_s: float) -> None:
+        pass
+
+
+def test_a_directory_of_files_is_left_to_another_server_if_the_engine_does_not_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.launch.app.make_engine", lambda *arguments: Unstartable())
+    settings = resolve_settings({"model": "cloister-5m", "files": str(tmp_path / "files")})
+    gate = build_gate(settings)
+    with pytest.raises(ConfigError, match="it does not start") as kept:  # its traceback holds all that was opened
+        asyncio.run(open_plain(settings, gate, print))
+    assert kept.value.__traceback__ is not None
+    opened = FileService.open(settings.server.config, gate)
+    assert opened is not None
+    opened.close()

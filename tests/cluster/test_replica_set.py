@@ -26,6 +26,7 @@ from cloister.cluster.shadow_moves import LEAD_PATIENCE, ShadowEnd
 from cloister.engine import EngineClient, ProcessTransport, Supervision, channel
 from cloister.engine.fork_server import ForkServer, _Template
 from cloister.engine.replica_snapshot import Role
+from cloister.engine.request_client import RequestClient
 from cloister.kv import PrefixKeys
 from cloister.types.clock import VirtualClock
 from cloister.types.errors import EngineError, InvalidRequestError, MemoryBudgetError, QueueFullError
@@ -335,6 +336,36 @@ def test_a_request_that_is_being_moved_is_not_moved_a_second_time(model_path: Pa
     assert engines.client.snapshots()[1].num_migrated == 1
     step_until(engines, [1], lambda: len(said) == 60)
     assert said == greedy_continuation(request.token_ids, 60, VOCAB_SIZE)
+
+
+@pytest.mark.parametrize("router", ["capacity_random", "prefix_aware", "round_robin"])
+def test_where_a_tenant_has_used_up_its_share_of_a_queue_its_requests_go_to_other_replicas(
+    model_path: Path, router: str
+) -> None:
+    engines = Engines(model_path, router)
+
+    def submit(client: RequestClient) -> None:
+        client.submit(msgspec.structs.replace(make_request(), tenant="a"), lambda output: None)
+
+    while engines.clients[0].has_room_for("a"):
+        submit(engines.clients[0])
+    assert engines.clients[0].snapshot().is_accepting
+    num_each = engines.clients[0].num_requests
+    for _ in range((NUM_REPLICAS - 1) * num_each):
+        submit(engines.client)
+    assert [client.num_requests for client in engines.clients] == [num_each] * NUM_REPLICAS
+    with pytest.raises(QueueFullError, match="this key's tenant"):
+        submit(engines.client)
+    engines.client.submit(msgspec.structs.replace(make_request(), tenant="b"), lambda output: None)
+
+
+def test_a_tenant_whose_share_is_used_up_has_no_prompts_computed_by_replicas_that_decode(model_path: Path) -> None:
+    engines = Engines(model_path, "round_robin", ("prefill", "decode", "decode"))
+    request = msgspec.structs.replace(make_request(), tenant="a")
+    while engines.clients[0].has_room_for("a"):
+        engines.clients[0].submit(msgspec.structs.replace(make_request(), tenant="a"), lambda output: None)
+    with pytest.raises(QueueFullError, match="this key's tenant"):
+        engines.client.submit(request, lambda output: None)
 
 
 def test_a_lost_replica_passes_its_requests_on_at_once(model_path: Path) -> None:

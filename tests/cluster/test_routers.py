@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import cast
 
 import msgspec
@@ -271,6 +272,8 @@ class HeldSearches:
     """Two replicas: beam searches wait for their share at the first, and the second has a few requests."""
 
     unavailable: frozenset[int] = frozenset()
+
+    clients = (SimpleNamespace(has_room_for=lambda tenant: True),) * 2
 
     def candidates(self, found: object = None, excluding: object = None) -> list[ReplicaSnapshot]:
         searches = ReplicaSnapshot(0, num_requests=9, num_waiting=8, num_pending_tokens=800, num_held=8, num_held_tokens=800)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import resource
 import threading
 import time
@@ -37,7 +38,9 @@ from cloister.server.files.vault import KEY_BYTES, DamagedError, StorageFullErro
 from cloister.server.kept_content import charge_kept
 from cloister.server.load_shedding import BODY_CHARGE, BodyBudget
 from cloister.server.logs import public_error
+from cloister.server.reading_queue import ReadingThreads
 from cloister.server.routes import files as batch_routes
+from cloister.server.routes.files import READ_BYTES
 from cloister.server.serve import ServerApp
 from cloister.server.state import ServerState, open_reading_threads
 from cloister.text import ChatTemplate, Tokenizer
@@ -152,7 +155,7 @@ def test_a_large_file_is_read_while_it_is_sent(model_path, tmp_path):
 
 @pytest.mark.parametrize(("place", "status"), [(0, 500), (3, 200)])
 def test_a_file_that_is_damaged_is_never_sent_whole(model_path, tmp_path, place, status):
-    file_id = put_answers(tmp_path / "kept", [bytes([number]) * 999 for number in range(5)])
+    file_id = put_answers(tmp_path / "kept", [bytes([number]) * READ_BYTES for number in range(5)])
     path = tmp_path / "kept" / f"{file_id}.data"
     data = bytearray(path.read_bytes())
     data[place * len(data) // 5 + 500] ^= 1
@@ -164,6 +167,56 @@ def test_a_file_that_is_damaged_is_never_sent_whole(model_path, tmp_path, place,
                 reply.read()
         path.write_bytes(data[: len(data) * 4 // 5])  # what is missing is known before anything is sent
         assert httpx.get(f"{server.url}/v1/files/{file_id}/content").status_code == 500
+
+
+def test_a_file_of_many_short_lines_takes_few_turns_of_the_threads(model_path, tmp_path, monkeypatch):
+    records = [b"%05d" % number * 20 for number in range(5_000)]
+    content = b"".join(record + b"\n" for record in records)
+    file_id, num_turns, run = put_answers(tmp_path / "kept", records), 0, ReadingThreads.run
+
+    async def count(*arguments, **options):
+        nonlocal num_turns
+        num_turns += 1
+        return await run(*arguments, **options)
+
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server:
+        monkeypatch.setattr(ReadingThreads, "run", count)
+        assert httpx.get(f"{server.url}/v1/files/{file_id}/content").content == content
+    assert num_turns <= len(content) / READ_BYTES + 2
+
+
+def test_a_file_that_is_being_sent_waits_for_a_full_queue(model_path, tmp_path, monkeypatch):
+    """Its reply has begun, so it could be cut only."""
+    records = [bytes([number]) * READ_BYTES for number in range(4)]
+    file_id, turns, run = put_answers(tmp_path / "kept", records), [], ReadingThreads.run
+
+    async def refuse_the_second(*arguments, **options):
+        turns.append(arguments)
+        if len(turns) in (2, 3):
+            raise QueueFullError("full", retry_after_s=1.0)
+        return await run(*arguments, **options)
+
+    monkeypatch.setattr(batch_routes, "TURN_RETRY_S", 0.01)
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server:
+        monkeypatch.setattr(ReadingThreads, "run", refuse_the_second)
+        reply = httpx.get(f"{server.url}/v1/files/{file_id}/content")
+    assert reply.content == b"".join(record + b"\n" for record in records)
+    assert len(turns) == 7
+
+
+def test_a_client_that_leaves_a_file_leaves_it_closed(model_path, tmp_path):
+    file_id = put_answers(tmp_path / "kept", [bytes(1 << 20)] * 20)
+
+    def count_open() -> int:
+        opened = (os.path.realpath(entry) for entry in Path("/proc/self/fd").iterdir())
+        return sum(file_id in path for path in opened)
+
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server, contextlib.ExitStack() as stack:
+        clients = [stack.enter_context(httpx.stream("GET", f"{server.url}/v1/files/{file_id}/content")) for _ in range(5)]
+        assert [client.status_code for client in clients] == [200] * 5
+        wait_until(lambda: count_open() == 5)
+        stack.close()
+        wait_until(lambda: count_open() == 0)
 
 
 def test_a_batch_answers_every_line_once(server):
@@ -692,18 +745,19 @@ def test_a_line_of_a_batch_is_charged_as_a_body_with_what_it_names_until_it_has_
     assert len(seen) == 1
 
 
-def test_batches_and_other_requests_share_one_budget(model_path, tmp_path, monkeypatch):
+def test_batches_and_other_requests_share_one_budget(model_path, tmp_path, monkeypatch, two_tenants):
     networks = {}
 
     class Watched(BodyBudget):
-        def open(self, network):
-            networks.setdefault(self, set()).add(network)
-            return super().open(network)
+        def open(self, network, owner=""):
+            networks.setdefault(self, set()).add((network, owner))
+            return super().open(network, owner)
 
+    gate, _, ann, _ = two_tenants
     monkeypatch.setattr("cloister.server.app.BodyBudget", Watched)
-    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok"))) as server, sdk_of(server) as sdk:
+    with keeping(model_path, tmp_path / "kept", ScriptedEngine(says("ok")), gate) as server, sdk_of(server, ann) as sdk:
         assert wait(sdk, begin(sdk, line("a"))).request_counts.completed == 1
-    assert list(networks.values()) == [{"127.0.0.0/24", ""}]
+    assert list(networks.values()) == [{("127.0.0.0/24", "ann"), ("", "ann")}], "a batch uses its tenant's share"
 
 
 def test_a_disk_that_fails_is_said_in_words(tmp_path):

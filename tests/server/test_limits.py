@@ -12,6 +12,7 @@ import pytest
 
 from cloister.engine import EngineClient
 from cloister.policy import Credentials
+from cloister.server import load_shedding
 from cloister.server.connection import Connection
 from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget, find_body_ceiling
 from cloister.server.middleware.body import BodyMiddleware
@@ -166,6 +167,26 @@ def test_requests_of_one_tenant_that_last_leave_memory_for_the_bodies_of_others(
     flood, other = asyncio.run(run())
     assert flood == statuses
     assert other == (503 if keys is None else 200)
+
+
+def test_a_tenant_that_is_alone_may_send_a_body_of_the_largest_size(model_path, engine, monkeypatch):
+    monkeypatch.setattr(load_shedding, "BODY_CEILING_BYTES", 0)
+    config = ServerConfig(port=0, api_keys="keys.json", max_request_kb=256, drain_timeout_s=1.0)
+    body = b'{"model": "%s", "prompt": "x"' % MODEL.encode()
+    body += b" " * (256 * 1024 - len(body) - 1) + b"}"
+    with serving_script(model_path, engine, gate=make_gate("team", KEYS), config=config) as server:
+        headers = {**bearer(ALICE), "content-type": "application/json"}
+        assert httpx.post(f"{server.url}/v1/completions", content=body, headers=headers, timeout=300).status_code == 200
+
+
+@pytest.mark.parametrize("limit_bytes", [1, 2, 3, 4 << 20, 48 << 20, (64 << 20) - 1, 64 << 20, (1 << 40) + 1])
+def test_the_ceiling_has_a_place_for_the_largest_body_of_one_tenant_and_for_others(limit_bytes):
+    budget = BodyBudget(load_shedding.find_body_ceiling(limit_bytes), small_bytes=0, reserve_bytes=0)
+    for owner, num_bytes in (("a", limit_bytes), ("b", limit_bytes // 4)):
+        charge = budget.open("a network", owner)
+        charge.add(num_bytes)
+        assert not charge.is_shed, owner
+        charge.is_whole = True
 
 
 def test_a_body_that_does_not_come_is_not_waited_for(model_path, engine):

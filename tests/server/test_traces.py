@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import gzip
+import importlib.util
 import threading
 import time
 from contextlib import contextmanager
@@ -295,3 +296,16 @@ def test_a_collector_that_cannot_be_used_is_said_before_a_model_is_loaded(endpoi
     monkeypatch.setattr("cloister.launch.serving.open_plain", lambda *arguments: pytest.fail("the model is loaded"))
     with pytest.raises(ConfigError, match=said):
         serve(resolve_settings({"model": "cloister-5m", "otlp_endpoint": endpoint}))
+
+
+def test_the_api_of_opentelemetry_alone_does_not_suffice(monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        "cloister.server.traces.importlib.util.find_spec", lambda name: None if name == "opentelemetry.sdk" else find(name)
+    )
+    with pytest.raises(ConfigError, match=r"install it with: .* -m pip"):
+        traces.check_endpoint("http://localhost:4318")
+
+
+def test_a_collector_that_can_be_used_is_not_refused():
+    traces.check_endpoint("http://localhost:4318")

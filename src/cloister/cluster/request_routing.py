@@ -46,16 +46,21 @@ class RequestRouting:
             QueueFullError: the router refuses the request.
             EngineError: every replica is drained.
         """
-        accepting = self._states.candidates()
-        clients = self._states.clients
+        accepting = self._leave_full(request.tenant, self._states.candidates())
         if accepting and self._router is not None:
-            able = [replica for replica in accepting if clients[replica.index].has_room_for(request.tenant)]
-            return self._router.place(request, _as_met_by(request, able or accepting))
+            return self._router.place(request, _as_met_by(request, accepting))
+        clients = self._states.clients
         others = [i for i in range(len(clients)) if i not in self._states.unavailable]
         running = [i for i in others if clients[i].closed is None]
         if not others:
             raise EngineError(ALL_DRAINED)
         return RoutingDecision(running[0] if running else others[0])
+
+    def _leave_full(self, tenant: str, accepting: list[ReplicaSnapshot]) -> list[ReplicaSnapshot]:
+        """Returns the replicas in whose queues a tenant has not used up its share; all if a role were missing otherwise, whose
+        work the others would do."""
+        left = [each for each in accepting if self._states.clients[each.index].has_room_for(tenant)]
+        return left if {each.role for each in left} == {each.role for each in accepting} else accepting
 
     def find_place(
         self, found: InFlightRequest, excluding: int | None = None, among: list[ReplicaSnapshot] | None = None

@@ -219,6 +219,8 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             num_threads=config.num_threads,
         )
     except BaseException:
+        if stored is not None:
+            stored.close()
         await engine.drain(0.0)
         raise
     freeze_gc_heap(searches=False)  # a search of all this would stop all streams for 0.1 s again and again

@@ -11,6 +11,9 @@ from typing import Final, Protocol
 
 from starlette.types import Message, Receive, Scope
 
+from cloister.policy.gate import Admission
+from cloister.types.request import KEYLESS_TENANT
+
 # The network of an address: the range that one peer can be expected to control.
 #
 # A host with one address of a network often has all of it, so limits per address are ineffective: IPv6 tunnels and hosting
@@ -125,6 +128,11 @@ OWNER_RATIO: Final = 3
 
 BODY_CHARGE: Final = "body_charge"
 """State key of a request for the charge of its body."""
+
+
+def find_owner(admission: object) -> str:
+    """Returns whose share of that memory a request uses: its tenant's; empty where there are no keys, or none is needed."""
+    return admission.tenant if isinstance(admission, Admission) and admission.tenant != KEYLESS_TENANT else ""
 
 
 class BodyCharge:

@@ -179,6 +179,8 @@ DELAY_S: Final = 2.0
 MAX_WAITING: Final = 4096
 """Maximum number of queued spans; further ones are dropped."""
 _PATH: Final = "/v1/traces"
+_PARTS: Final = ("opentelemetry.sdk", "opentelemetry.exporter.otlp.proto.http")
+"""Of OpenTelemetry; other packages install its API alone."""
 
 
 class Tracer:
@@ -253,7 +255,11 @@ def check_endpoint(endpoint: str) -> None:
         ConfigError: it is no address, or OpenTelemetry is not installed.
     """
     _address(endpoint)
-    if importlib.util.find_spec("opentelemetry") is None:
+    try:
+        lacks = any(importlib.util.find_spec(name) is None for name in _PARTS)
+    except ModuleNotFoundError:  # not even the package above it
+        lacks = True
+    if lacks:
         raise _lacks_extra()
 
 

@@ -13,11 +13,15 @@ def check_scheme(url: str, param: str, example: str = "https://relay.example") -
         example: an address, for the message.
 
     Raises:
-        ConfigError: it lacks its scheme, or is no address at all.
+        ConfigError: it lacks its scheme or has another one, or is no address at all.
     """
-    if url.startswith(("http://", "https://")):
+    scheme, separator, rest = url.partition("://")
+    if separator and scheme.lower() in ("http", "https"):
         return
-    if "." in url or (":" in url and "://" not in url):
-        rest = url.partition("://")[2] or url
-        raise ConfigError(f"the address {url} lacks its scheme; give http://{rest}, or https:// with TLS", param=param)
+    if separator and "." in rest:
+        raise ConfigError(
+            f"the address {url} has a scheme other than http; give http://{rest}, or https:// with TLS", param=param
+        )
+    if not separator and ("." in url or ":" in url) and ":/" not in url:
+        raise ConfigError(f"the address {url} lacks its scheme; give http://{url}, or https:// with TLS", param=param)
     raise ConfigError(f"{url} is no address; give one such as {example}", param=param)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 
 
@@ -11,4 +12,4 @@ def install_command(extra: str) -> str:
     It names this environment's Python: the pip of another one would not find Cloister there, and would install another project
     of that name from the package index.
     """
-    return f"{sys.executable or 'python'} -m pip install 'cloister[{extra}]'"
+    return f"{shlex.quote(sys.executable or 'python')} -m pip install 'cloister[{extra}]'"

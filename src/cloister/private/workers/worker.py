@@ -48,8 +48,8 @@ from cloister.types.images import has_pillow
 
 _LIMIT_BYTES = 2**20
 LEAST_UNREAD_BYTES: Final = 6 * MIB
-"""Some 11,000 tokens of a stream, or 1,000 with 20 log-probabilities each, beyond what the sockets on the way take. A worker
-can run for each sequence of the engines, so a larger floor would leave the limit of all of them without meaning."""
+"""Some 60,000 packed tokens of a stream, or 12,000 with 20 log-probabilities each, beyond what the sockets on the way take. A
+worker can run for each sequence of the engines, so a larger floor would leave the limit of all of them without meaning."""
 _REHEARSED = (
     ("/v1/chat/completions", b'{"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 4}'),
     ("/v1/completions", b'{"prompt": "Hello", "max_tokens": 4, "stream": true}'),

@@ -10,7 +10,7 @@ from starlette.types import ASGIApp, Message
 
 from cloister.policy.gate import Admission
 from cloister.server.errors import OverloadedError
-from cloister.server.load_shedding import BODY_CHARGE, BodyBudget, BodyCharge, client_network
+from cloister.server.load_shedding import BODY_CHARGE, BodyBudget, BodyCharge, client_network, find_owner
 from cloister.server.reading_queue import NUM_BODY_BYTES
 
 
@@ -33,7 +33,7 @@ async def post(app: ASGIApp, path: str, body: bytes, admission: Admission, budge
         budget: memory that the body is charged to, and what the server keeps and it names (`kept_content`). Without memory for
             it the reply has status 503.
     """
-    charge = budget.open(client_network({"client": None}))
+    charge = budget.open(client_network({"client": None}), find_owner(admission))
     try:
         charge.add(len(body))
         if charge.is_shed:

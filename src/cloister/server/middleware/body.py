@@ -7,7 +7,6 @@ from collections.abc import Collection
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cloister.policy.gate import Admission
 from cloister.server.errors import BodyTimeoutError, MediaTypeError, OriginError, OverloadedError
 from cloister.server.load_shedding import (
     BODY_CHARGE,
@@ -17,13 +16,13 @@ from cloister.server.load_shedding import (
     ShedError,
     client_network,
     find_body_ceiling,
+    find_owner,
     receive_piece,
 )
 from cloister.server.middleware.cors import is_allowed
 from cloister.server.middleware.failures import send_error
 from cloister.server.reading_queue import NUM_BODY_BYTES
 from cloister.types.errors import CloisterError, RequestTooLargeError
-from cloister.types.request import KEYLESS_TENANT
 
 
 class _GoneError(Exception):
@@ -66,7 +65,7 @@ class BodyMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        charge = self._budget.open(client_network(scope), _owner_of(scope))
+        charge = self._budget.open(client_network(scope), find_owner(scope.get("state", {}).get("admission")))
         try:
             await self._serve(scope, receive, send, charge)
         finally:
@@ -163,12 +162,6 @@ def _is_curl(scope: Scope, media_type: str) -> bool:
     """
     is_browser = any(_header(scope, name) for name in (b"origin", b"sec-fetch-site", b"referer"))
     return scope["path"].startswith("/api/") and media_type == "application/x-www-form-urlencoded" and not is_browser
-
-
-def _owner_of(scope: Scope) -> str:
-    """Returns the tenant of the request's key; empty where there are no keys, or none is needed."""
-    admission = scope.get("state", {}).get("admission")
-    return admission.tenant if isinstance(admission, Admission) and admission.tenant != KEYLESS_TENANT else ""
 
 
 def _declared_bytes(scope: Scope) -> int:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from typing import Annotated, Any, Final, Literal
 
 import msgspec
@@ -12,7 +15,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from cloister.policy.gate import Admission
-from cloister.server.errors import invalid
+from cloister.server.errors import OverloadedError, invalid
 from cloister.server.files.batches import ENDED, WINDOW_S, Batch, BatchBody, describe_batch, read_lines
 from cloister.server.files.service import FileService, FormPart, read_form, require
 from cloister.server.files.store import LIFETIME_S, Owner, StoredFile, page
@@ -21,12 +24,19 @@ from cloister.server.parse import check_fields, parse_body
 from cloister.server.route_table import RouteTable
 from cloister.server.schemas import Strict
 from cloister.server.state import ServerState, admission_of, json_response, state_of
-from cloister.types.errors import RateLimitError
+from cloister.types.errors import QueueFullError, RateLimitError
 
 router = RouteTable()
 
 MAX_NAME: Final = 255
 LEAST_LIFETIME_S: Final = 3600
+READ_BYTES: Final = 64 * 2**10
+"""Bytes of a file that are read at once, or one line that is longer: a turn of the threads for each short line takes 70 times
+as long as reading it."""
+READ_TIMEOUT_S: Final = 300.0
+"""How long the next bytes of a file that is being sent may wait for a turn of the threads; then its connection ends."""
+TURN_RETRY_S: Final = 1.0
+"""Pause before such bytes ask again for a place in a queue that is full."""
 
 
 class UploadForm(Strict):
@@ -104,11 +114,35 @@ async def read_file(request: Request, file_id: str) -> Response:
     state, files, owner = opened(request)
     stored = files.store.shelf.find(file_id, owner)
     pieces = files.store.read(stored, owner)
+    first = await state.off_the_loop(_gather, pieces)
+    return StoredContent(first, partial(_read_on, state, pieces), stored.bytes)
 
-    async def read() -> bytes:
-        return await state.off_the_loop(next, pieces, b"")
 
-    return StoredContent(await read(), read, stored.bytes)
+def _gather(pieces: Iterator[bytes]) -> bytes:
+    """Returns the next pieces of a file together, `READ_BYTES` or a little more; empty at the end."""
+    gathered, num_bytes = [], 0
+    for piece in pieces:
+        gathered.append(piece)
+        num_bytes += len(piece)
+        if num_bytes >= READ_BYTES:
+            break
+    return b"".join(gathered)
+
+
+async def _read_on(state: ServerState, pieces: Iterator[bytes]) -> bytes:
+    """Returns the next pieces of a file whose reply has begun, which cannot be refused any more: it waits for its turn.
+
+    Raises:
+        OverloadedError: it did not get one within `READ_TIMEOUT_S`.
+    """
+    try:
+        async with asyncio.timeout(READ_TIMEOUT_S):
+            while True:
+                with suppress(QueueFullError):
+                    return await state.threads.run(state.tenant, 0, partial(_gather, pieces))
+                await asyncio.sleep(TURN_RETRY_S)
+    except TimeoutError:
+        raise OverloadedError("The server is too busy to read the file; try again in a moment.") from None
 
 
 class StoredContent(Response):
