@@ -467,24 +467,6 @@ def test_only_routers_that_strict_profiles_refuse_learn_lengths(model_path: Path
     assert engines.client.num_forecasts == learns
 
 
-def test_a_tenant_with_its_share_of_one_queue_gets_places_in_the_others(model_path: Path) -> None:
-    engines = Engines(model_path, "round_robin")
-
-    def submit(client: EngineClient | ReplicaSet) -> None:
-        client.submit(msgspec.structs.replace(make_request(), tenant="a"), lambda output: None)
-
-    for _ in range(6):
-        submit(engines.clients[0])
-    with pytest.raises(QueueFullError, match="this key's tenant"):
-        submit(engines.clients[0])
-    assert engines.clients[0].snapshot().is_accepting, "others have a place"
-    for _ in range(12):
-        submit(engines.client)
-    assert [client.snapshot().num_requests for client in engines.clients] == [6, 6, 6]
-    with pytest.raises(QueueFullError, match="this key's tenant"):
-        submit(engines.client)
-
-
 def test_the_load_of_a_step_is_that_of_all_replicas(model_path: Path) -> None:
     engines, events = Engines(model_path, "round_robin"), []
     engines.client.subscribe(events.append)

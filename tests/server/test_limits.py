@@ -14,7 +14,7 @@ from cloister.engine import EngineClient
 from cloister.policy import Credentials
 from cloister.server import load_shedding
 from cloister.server.connection import Connection
-from cloister.server.load_shedding import BODY_CEILING_BYTES, BodyBudget, find_body_ceiling
+from cloister.server.load_shedding import BodyBudget
 from cloister.server.middleware.body import BodyMiddleware
 from cloister.types.config import EngineConfig, ServerConfig
 from cloister.types.errors import EngineError, QueueFullError
@@ -119,17 +119,6 @@ def test_a_body_that_no_route_reads_is_not_kept(method, path, kept):
     scope = {"type": "http", "method": method, "path": path, "headers": [(b"content-type", b"application/json")]}
     asyncio.run(BodyMiddleware(app, 8000, 5.0, {"/read"})(scope, receive, None))
     assert [len(message["body"]) for message in found] == [kept]
-
-
-@pytest.mark.parametrize("limit_bytes", [4 * 2**20, BODY_CEILING_BYTES, 100 * 2**20 + 1])
-def test_a_tenant_may_send_a_body_as_large_as_the_limit_of_one(limit_bytes):
-    budget = BodyBudget(find_body_ceiling(limit_bytes))
-    body = budget.open("192.0.2.0/24", "a")
-    for _ in range(limit_bytes // 2**20):
-        body.add(2**20)
-    body.add(limit_bytes % 2**20)
-    assert not body.is_shed
-    assert budget.num_bytes == limit_bytes
 
 
 @pytest.mark.parametrize(("keys", "statuses"), [(KEYS, [200] * 3 + [503] * 2), (None, [200] * 4 + [503])])
