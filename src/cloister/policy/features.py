@@ -21,7 +21,7 @@ class Feature:
     """An optional feature, or one that is always on.
 
     Attributes:
-        name: its name for `Policy.check` and `Policy.resolve`.
+        name: its name for `Policy.check` and `Policy.ruling`.
         slug: the row of the matrix that it belongs to.
         setting: the setting or request field that enables it; empty if it is always on.
         title, does, endangers: worded for operators.
