@@ -379,6 +379,12 @@ class CompileQueue:
         with self._lock:
             self._waiting.setdefault(tenant, deque()).append(compilation)
 
+    @property
+    def num_waiting(self) -> int:
+        """How many wait, those that were cancelled included."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
     def running(self) -> list[Compilation]:
         """Returns those that have begun: few, however many wait."""
         with self._lock:
@@ -503,11 +509,14 @@ class Grammars:
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[_Ready]]) -> None:
-        """Abandons a compiling thread."""
+        """Abandons a compiling thread. Another one takes its place for all that wait: it takes what is first, so with calls for
+        some of them alone others would wait for the thread that was left."""
         if jobs:
             self._left += jobs
             self._compiling.shutdown(wait=False)
             self._compiling = self._make_thread("cloister-compile")
+            for _ in range(self._queue.num_waiting):
+                self._compiling.submit(self._queue.run_next)
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
         """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.
