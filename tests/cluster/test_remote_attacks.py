@@ -232,7 +232,7 @@ def test_an_engine_that_nobody_can_reach_is_an_error_that_says_what_to_do(model_
 
 
 def test_a_certificate_that_is_none_is_an_error_and_a_key_shows_itself_nowhere() -> None:
-    with pytest.raises(ConfigError, match="no PEM"):
+    with pytest.raises(ConfigError, match="not in PEM"):
         FRONT.client_context("-----BEGIN CERTIFICATE-----\nnonsense\n-----END CERTIFICATE-----\n")
     assert "PRIVATE" not in repr(FRONT)
     assert "PRIVATE" not in FRONT.certificate
