@@ -77,7 +77,7 @@ for n in 1 2; do
   run "witness$n" cloister witness serve --key "witness$n.key" --log "$log_key" --state "witness$n" --port $((port + n))
 done
 cloister keys add you --file api-keys.json > api-key 2>/dev/null
-cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key --show-keys > issuer-keys.json
+cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key --show-keys --out issuer-keys.json
 run issuer cloister issuer --url "http://127.0.0.1:$((port + 3))" --state issuer --key issuer.key \
   --api-keys api-keys.json --port $((port + 3))
 (umask 077; head -c 32 /dev/urandom | base64 > relay.secret)
