@@ -563,6 +563,7 @@ def test_one_that_hangs_is_given_up_and_the_next_one_compiles(compiler):
     scripted.goes_on.set()
 
 
+@pytest.mark.usefixtures("impatient")
 def test_one_that_waits_behind_a_hanging_one_is_not_at_fault(compiler, monkeypatch):
     scripted = ScriptedCompiler(compiler)
     grammars, stuck, behind = Grammars(scripted), Grammar(GrammarKind.REGEX, "hang"), Grammar(GrammarKind.REGEX, "next")
@@ -570,9 +571,8 @@ def test_one_that_waits_behind_a_hanging_one_is_not_at_fault(compiler, monkeypat
     wait_for(lambda: scripted.compiled)
     done = threading.Event()
     assert not grammars.prepare(behind, done.set)
-    with monkeypatch.context() as impatient:
-        impatient.setattr(grammar_module, "COMPILE_WALL_S", 0.0)
-        assert grammars.give_up(stuck)
+    assert grammars.give_up(stuck)
+    monkeypatch.setattr(grammar_module, "COMPILE_WALL_S", 60.0)  # the next one may be compiled by now, and hangs nowhere
     if not grammars.give_up(behind):
         assert grammars.prepare(behind, done.set) or done.wait(300)
     found, _ = answer(compiler, [make("stuck", stuck), make("free", None), make("behind", behind)], grammars=grammars)
@@ -612,8 +612,10 @@ def test_each_of_several_behind_a_grammar_whose_request_is_gone_gets_a_thread(co
 def test_one_behind_a_grammar_whose_request_is_gone_gets_a_thread_of_its_own(compiler):
     scripted = ScriptedCompiler(compiler)
     grammars, behind = Grammars(scripted), Grammar(GrammarKind.REGEX, "next")
-    grammars.prepare(Grammar(GrammarKind.REGEX, "hang"), lambda: None)
+    gone = Grammar(GrammarKind.REGEX, "hang")
+    grammars.prepare(gone, lambda: None)
     wait_for(lambda: scripted.compiled)
+    del gone
     grammars.prepare(behind, lambda: None)
     assert not grammars.give_up(behind)
     wait_for(lambda: grammars.prepare(behind, lambda: None))

@@ -11,6 +11,7 @@ from cloister.cluster.virtual.byte_tokenizer import write_byte_tokenizer
 from cloister.engine.core import EngineCore
 from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import Grammars, ModelRunner
+from cloister.executor.grammar_memory import GrammarMemory
 from cloister.kv import BlockPool, PrefixKeys
 from cloister.scheduler import Scheduler, SchedulerConfig
 from cloister.text import Tokenizer
@@ -46,16 +47,16 @@ class ManualClock:
 class SteppedEngine:
     """An engine that this thread steps."""
 
-    def __init__(self, path) -> None:
+    def __init__(self, path, memory: GrammarMemory | None = None, num_slots: int = 8) -> None:
         tokenizer = Tokenizer(write_byte_tokenizer(path))
         info = ModelInfo(
             name="history", path=str(path), max_model_len=MAX_MODEL_LEN, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)
         )
         self.compiler = SlowCompiler(GrammarCompiler(tokenizer, vocab_size=VOCAB_SIZE, eos_token_ids=(EOS,)))
         self.clock = ManualClock()
-        grammars = Grammars(self.compiler)
+        grammars = Grammars(self.compiler, memory=memory)
         program = HistoryProgram(vocab_size=VOCAB_SIZE, num_blocks=64, block_size=BLOCK_SIZE)
-        config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=8, eos_token_ids=(EOS,))
+        config = SchedulerConfig(max_model_len=MAX_MODEL_LEN, max_num_seqs=num_slots, eos_token_ids=(EOS,))
         self.core = EngineCore(
             Scheduler(config, BlockPool(64, BLOCK_SIZE), PrefixKeys("history", BLOCK_SIZE)),
             ModelRunner(program, vocab_size=VOCAB_SIZE, max_model_len=MAX_MODEL_LEN, block_size=BLOCK_SIZE, grammars=grammars),

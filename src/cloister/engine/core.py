@@ -47,7 +47,7 @@ from cloister.types.events import (
     UnloadAdapter,
 )
 from cloister.types.logs import describe
-from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, ModelInfo, Request
+from cloister.types.request import COMPILE_LOOK_S, COMPILE_TIMEOUT_S, Grammar, ModelInfo, Request
 from cloister.types.scope import Scope
 from cloister.types.step import StepPlan, StepResult
 
@@ -391,14 +391,19 @@ class EngineCore:
 
     def _release_compiled(self, now: float) -> None:
         """Releases requests whose grammar is compiled, and fails those that have waited too long."""
+        assert self._grammars is not None
+        self._grammars.resume(self._list_grammars)
         for state in list(self._scheduler.waiting_for_grammar.values()):
             grammar, is_late = state.request.sampling.grammar, now >= state.grammar_deadline_s
             assert grammar is not None
-            assert self._grammars is not None
             if (is_late and self._grammars.give_up(grammar)) or self._is_compiled(state.request):
                 self._scheduler.release(state)
             elif is_late:
                 state.grammar_deadline_s = now + COMPILE_LOOK_S
+
+    def _list_grammars(self) -> list[Grammar]:
+        states = self._scheduler.requests.values()
+        return [state.request.sampling.grammar for state in states if state.request.sampling.grammar is not None]
 
     def _plan_ahead(self, ahead: StepAhead, now: float) -> tuple[StepPlan | None, StepPlan | None]:
         """Returns the step on the device, started here if none was, and the next one, planned meanwhile."""

@@ -15,7 +15,8 @@ from cloister.types.step import MAX_SCORED_ROWS
 
 MIB: Final = 2**20
 OVERHEAD_BYTES: Final = 384 * MIB
-"""Interpreter and libraries of an engine process (225 MiB resident with torch 2.13, CPU build), and allocator slack."""
+"""Interpreter and libraries of an engine process (225 MiB resident with torch 2.13, CPU build), compiled grammars
+(`executor.grammar_memory.LIMIT_BYTES`), and allocator slack."""
 WINDOWS_PER_PREFIX: Final = 8
 """Assumed length of a cached prefix, in windows; layers with a window keep the last window of each prefix, which a
 hit reads."""

@@ -11,18 +11,20 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
+from itertools import count
 from typing import Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+from cloister.executor.grammar_memory import MIB, GrammarMemory
 from cloister.types.clock import Clock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import COMPILE_TIMEOUT_S, COMPILE_WALL_S, Grammar, SamplingParams
@@ -42,6 +44,7 @@ _SIMPLER: Final = (
     " (`maxLength`, `maxItems`, `{1,500}`) inside one another"
 )
 TOO_SLOW: Final = f"the grammar takes too long to compile; {_SIMPLER}"
+TOO_LARGE: Final = "the compiled grammar takes {:.0f} MiB of memory, and one may take {:.0f}; make it smaller"
 TOO_BUSY: Final = "grammars that take too long are still being compiled; try again in a minute"
 _TOO_COMPLEX: Final = f"the grammar takes too much work at this place of the answer, or no token can follow; {_SIMPLER}"
 
@@ -312,6 +315,10 @@ class CompileTime:
             return True
         return self._read_cpu_s() - self._began_cpu_s >= COMPILE_TIMEOUT_S
 
+    def wait_until(self, now_s: float) -> None:
+        """Forgets what it was queued for before: its turn had not come, as there was no memory for it."""
+        self._queued_s = max(self._queued_s, now_s)
+
     @property
     def has_waited(self) -> bool:
         """Whether it has not begun, and has been queued for too long, whatever the reason."""
@@ -328,11 +335,12 @@ class CompileTime:
 
 @dataclass(slots=True)
 class _Compiled:
-    """A grammar of an open request.
+    """A grammar of an open request, or of one that has ended and whose sampling parameters are kept by somebody.
 
     Attributes:
         owner: the object in its sampling parameters; this entry is dropped with it.
         tenant: of its request.
+        number: by which its memory is counted.
         job: compiles it; None while no thread is free.
         taken: what that has taken.
         is_moved: it was queued for too long, and got another thread.
@@ -341,6 +349,7 @@ class _Compiled:
 
     owner: weakref.ref[Grammar]
     tenant: str
+    number: int
     job: Future[_Ready] | None
     taken: CompileTime
     objection: str | None = None
@@ -353,10 +362,14 @@ class Compilation:
     """One compilation, from when it is queued until it ends.
 
     Attributes:
+        number: of its grammar.
+        owner: its grammar, as long as anybody needs it.
         taken: what it has taken.
         is_moved: it was queued for too long, and got another thread.
     """
 
+    number: int
+    owner: weakref.ref[Grammar]
     job: Future[_Ready]
     compile_it: Callable[[], _Ready]
     taken: CompileTime
@@ -364,58 +377,110 @@ class Compilation:
 
 
 class CompileQueue:
-    """Grammars that wait for a thread. Tenants take turns: however many one of them sends, another one's waits for one of each.
+    """Grammars that wait for a thread, and for memory. Tenants take turns: however many one of them sends, another one's waits
+    for one of each. Those of a tenant for which there is no memory are passed over until there is.
 
     A thread takes what is first when it is free, so it is told only that there is one more.
+
+    Args:
+        memory: of compiled grammars.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, memory: GrammarMemory) -> None:
+        self._memory = memory
         self._lock = threading.Lock()
-        self._waiting: dict[str, deque[Compilation]] = {}  # the next tenant first
+        self._waiting: dict[str, OrderedDict[int, Compilation]] = {}  # the next tenant first
         self._running: list[Compilation] = []
+        self._passed_over_s: dict[str, float] = {}
+        self._num_unused = 0
 
     def put(self, tenant: str, compilation: Compilation) -> None:
         """Adds a compilation; a thread has to call `run_next` once for it, or more often."""
         with self._lock:
-            self._waiting.setdefault(tenant, deque()).append(compilation)
+            self._waiting.setdefault(tenant, OrderedDict())[compilation.number] = compilation
+
+    def discard(self, tenant: str, number: int) -> Compilation | None:
+        """Takes one out, if it waits; returns it."""
+        with self._lock:
+            jobs = self._waiting.get(tenant, OrderedDict())
+            found = jobs.pop(number, None)
+            if found is not None and not jobs:
+                del self._waiting[tenant]
+            return found
+
+    @property
+    def num_waiting(self) -> int:
+        """Those that have not begun, also cancelled ones."""
+        with self._lock:
+            return sum(map(len, self._waiting.values()))
+
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether a thread was free for something, and there was no memory for anything that waits."""
+        return self._num_unused > 0 and bool(self._waiting)
+
+    def take_back(self) -> bool:
+        """Returns whether `run_next` must be called once more, as there is memory by now."""
+        with self._lock:
+            self._num_unused = min(self._num_unused, sum(map(len, self._waiting.values())))
+            if not self._num_unused or all(not self._has_room(tenant) for tenant in self._waiting):
+                return False
+            self._num_unused -= 1
+            return True
+
+    def passed_over_s(self, tenant: str) -> float:
+        """Returns when there was last no memory for the grammars of a tenant."""
+        with self._lock:
+            if tenant in self._waiting and not self._has_room(tenant):
+                self._passed_over_s[tenant] = time.monotonic()
+            return self._passed_over_s.get(tenant, 0.0)
 
     def running(self) -> list[Compilation]:
         """Returns those that have begun: few, however many wait."""
         with self._lock:
             return list(self._running)
 
-    def run_all(self) -> None:
-        """Compiles all that wait: what a new thread begins with, as they were told to the one whose place it takes."""
-        while self.run_next():
-            pass
-
-    def run_next(self) -> bool:
-        """Compiles the next one; those that were cancelled are dropped on the way. Returns False if none is left."""
+    def run_next(self) -> None:
+        """Compiles the next one for which there is memory; those that were cancelled are dropped on the way."""
         while (found := self._take()) is not None:
             if not found.job.set_running_or_notify_cancel():
                 continue
+            self._run(found)
+            return
+
+    def run(self, number: int, tenant: str) -> None:
+        """Compiles one, if it has not begun, whatever the memory is: a step waits for it."""
+        found = self.discard(tenant, number)
+        if found is not None and found.job.set_running_or_notify_cancel():
+            self._run(found)
+
+    def _run(self, found: Compilation) -> None:
+        with self._lock:
+            self._running.append(found)
+        try:
+            found.job.set_result(found.compile_it())
+        except BaseException as error:  # a panic of a library in Rust is no Exception
+            found.job.set_exception(error)
+        finally:
             with self._lock:
-                self._running.append(found)
-            try:
-                found.job.set_result(found.compile_it())
-            except BaseException as error:  # a panic of a library in Rust is no Exception
-                found.job.set_exception(error)
-            finally:
-                with self._lock:
-                    self._running.remove(found)
-            return True
-        return False
+                self._running.remove(found)
 
     def _take(self) -> Compilation | None:
         with self._lock:
-            if not self._waiting:
-                return None
-            tenant = next(iter(self._waiting))
-            jobs = self._waiting.pop(tenant)
-            found = jobs.popleft()
-            if jobs:
-                self._waiting[tenant] = jobs  # behind the others
-            return found
+            for tenant, jobs in self._waiting.items():
+                if self._has_room(tenant):
+                    del self._waiting[tenant]
+                    _, found = jobs.popitem(last=False)
+                    if jobs:
+                        self._waiting[tenant] = jobs  # behind the others
+                    return found
+                self._passed_over_s[tenant] = time.monotonic()
+            self._num_unused += bool(self._waiting)
+            return None
+
+    def _has_room(self, tenant: str) -> bool:
+        first = next(iter(self._waiting[tenant].values()))
+        return first.job.cancelled() or self._memory.has_room(tenant, first.owner())
 
 
 def make_thread(name: str) -> Executor:
@@ -432,9 +497,15 @@ class Grammars:
     Args:
         compiler: creates matchers.
         make_thread: makes its helper threads, given their names.
+        memory: of compiled grammars; None for one with the default limit.
     """
 
-    def __init__(self, compiler: Compiler, make_thread: Callable[[str], Executor] = make_thread) -> None:
+    def __init__(
+        self,
+        compiler: Compiler,
+        make_thread: Callable[[str], Executor] = make_thread,
+        memory: GrammarMemory | None = None,
+    ) -> None:
         self._compiler = compiler
         self._make_thread = make_thread
         self._eos = np.zeros(compiler.num_words, np.uint32)
@@ -443,7 +514,10 @@ class Grammars:
         self._compiled: dict[int, _Compiled] = {}
         self._masks = make_thread("cloister-grammar")
         self._compiling = make_thread("cloister-compile")
-        self._queue = CompileQueue()
+        self._memory = GrammarMemory() if memory is None else memory
+        self._queue = CompileQueue(self._memory)
+        self._numbers = count()
+        self._gone: deque[tuple[str, int]] = deque()
         self._left: list[Future[_Ready]] = []
 
     def prepare(self, grammar: Grammar, then: Callable[[], None], tenant: str = "") -> bool:
@@ -461,12 +535,36 @@ class Grammars:
             found.job.add_done_callback(lambda job: then())
         return False
 
+    def resume(self, needed: Callable[[], Iterable[Grammar]]) -> None:
+        """Has another grammar compiled, if some wait for memory and there is some by now. Call it in each step while requests
+        wait for grammars.
+
+        Args:
+            needed: returns the grammars of open requests. Others, whose parameters somebody keeps, are dropped, the oldest
+                first.
+        """
+        self._discard_gone()
+        if not self._queue.lacks_memory:
+            return
+        if self._queue.take_back():
+            self._compiling.submit(self._queue.run_next)
+            return
+        kept = {id(grammar) for grammar in needed()}
+        for key, found in list(self._compiled.items()):
+            if key in kept or found.job is None or not found.job.done():
+                continue
+            if self._compiled.pop(key, None) is not None:
+                self._memory.release(found.number)
+            if self._queue.take_back():
+                self._compiling.submit(self._queue.run_next)
+                return
+
     def give_up(self, grammar: Grammar) -> bool:
         """Gives up on a grammar that has had its time: its sequences will fail. Another thread compiles the ones queued behind
         it.
 
         Returns False if the delay is not the grammar's fault: while the vocabulary is read, while its thread gets too little
-        processor time, and once if it was queued behind another one.
+        processor time, while there is no memory for it and for some time after, and once if it was queued behind another one.
         """
         found = self._find(grammar)
         if not self._compiler.is_ready:
@@ -475,9 +573,13 @@ class Grammars:
         if found.job is None or found.job.done():
             return True
         if not found.job.running():
+            passed_over_s = self._queue.passed_over_s(found.tenant)
+            found.taken.wait_until(passed_over_s)
+            if time.monotonic() - passed_over_s < COMPILE_TIMEOUT_S:
+                return False
             if not (self._can_move(found) or found.taken.has_waited or self._is_blocked()):
                 return False
-            return found.job.cancel() and self._move(found, grammar)  # False: it has just begun
+            return found.job.cancel() and self._move(found)  # False: it has just begun
         if not found.taken.is_over:
             return False
         found.objection = TOO_SLOW
@@ -497,7 +599,7 @@ class Grammars:
     def _running(self) -> list[Future[_Ready]]:
         return [found.job for found in self._queue.running() if not found.is_moved and found.job not in self._left]
 
-    def _move(self, found: _Compiled, grammar: Grammar) -> bool:
+    def _move(self, found: _Compiled) -> bool:
         """Restarts jobs that have not begun, on a new thread; returns True if there is no thread for them, or was
         none before."""
         if found.is_moved:
@@ -505,7 +607,7 @@ class Grammars:
             return True
         self._leave(self._running())
         found.taken = CompileTime()
-        found.job, found.is_moved = self._start(grammar, found.taken, found.tenant, is_moved=True), True
+        found.job, found.is_moved = self._start(found, is_moved=True), True
         return found.job is None
 
     def _leave(self, jobs: Sequence[Future[_Ready]]) -> None:
@@ -529,6 +631,8 @@ class Grammars:
             if found.job is None or found.objection is not None:
                 kind = InvalidRequestError if found.objection == TOO_SLOW else CloisterError
                 raise kind(found.objection or TOO_BUSY)
+            if not found.job.done():
+                self._compiling.submit(self._queue.run, found.number, found.tenant)
             matcher, mask, cost = found.job.result(COMPILE_TIMEOUT_S)
         except FutureTimeoutError:
             self.give_up(grammar)
@@ -553,22 +657,43 @@ class Grammars:
         key = id(grammar)
         found = self._compiled.get(key)
         if found is None or found.owner() is not grammar:
-            owner = weakref.ref(grammar, lambda gone: self._forget(key, gone))
+            number = next(self._numbers)
+            owner = weakref.ref(grammar, lambda gone: self._forget(key, number, tenant, gone))
             taken = CompileTime()
-            found = self._compiled[key] = _Compiled(owner, tenant, self._start(grammar, taken, tenant), taken)
+            found = self._compiled[key] = _Compiled(owner, tenant, number, None, taken)
+            found.job = self._start(found)
         return found
 
-    def _start(self, grammar: Grammar, taken: CompileTime, tenant: str, *, is_moved: bool = False) -> Future[_Ready] | None:
+    def _start(self, found: _Compiled, *, is_moved: bool = False) -> Future[_Ready] | None:
+        self._discard_gone()
         self._left = [job for job in self._left if not job.done()]
         if len(self._left) >= MAX_LEFT:
             return None
         job: Future[_Ready] = Future()
-        self._queue.put(tenant, Compilation(job, partial(self._compile, grammar, taken), taken, is_moved))
+        compile_it = partial(self._compile, found.number, found.owner, found.tenant, found.taken)
+        self._queue.put(found.tenant, Compilation(found.number, found.owner, job, compile_it, found.taken, is_moved))
         self._compiling.submit(self._queue.run_next)
         return job
 
-    def _compile(self, grammar: Grammar, taken: CompileTime) -> _Ready:
+    def _compile(self, number: int, owner: weakref.ref[Grammar], tenant: str, taken: CompileTime) -> _Ready:
+        grammar = owner()
+        if grammar is None:
+            raise CloisterError("the request of this grammar has ended")
         taken.begin()
+        before = self._memory.meter.begin()
+        ready = self._compile_once(grammar)
+        num_bytes = self._memory.measure(tenant, grammar, before)
+        if num_bytes > self._memory.largest_bytes:  # or another thread has allocated meanwhile: rarely twice
+            del ready
+            before = self._memory.meter.read()
+            ready = self._compile_once(grammar)
+            num_bytes = min(num_bytes, self._memory.measure(tenant, grammar, before))
+        if num_bytes > self._memory.largest_bytes:
+            raise InvalidRequestError(TOO_LARGE.format(num_bytes / MIB, self._memory.largest_bytes / MIB))
+        self._memory.hold(number, tenant, num_bytes)
+        return ready
+
+    def _compile_once(self, grammar: Grammar) -> _Ready:
         try:
             matcher, mask = self._compiler.compile(grammar), np.zeros_like(self._eos)
             began_s = time.perf_counter()
@@ -582,10 +707,18 @@ class Grammars:
             raise InvalidRequestError(_TOO_COMPLEX)
         return matcher, mask, cost
 
-    def _forget(self, key: int, owner: weakref.ref[Grammar]) -> None:
+    def _forget(self, key: int, number: int, tenant: str, owner: weakref.ref[Grammar]) -> None:
+        """Drops a grammar that nobody needs. The garbage collector may call it in any thread, so it takes no lock."""
         found = self._compiled.get(key)
         if found is not None and found.owner is owner:
             del self._compiled[key]
+        self._memory.release(number)
+        self._gone.append((tenant, number))
+
+    def _discard_gone(self) -> None:
+        """Takes grammars out of the queue that nobody needs any more."""
+        while self._gone:
+            self._queue.discard(*self._gone.popleft())
 
 
 def _look_ahead(states: Sequence[GrammarState]) -> None:

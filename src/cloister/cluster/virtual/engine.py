@@ -29,6 +29,7 @@ from cloister.engine.output_processor import OutputProcessor
 from cloister.executor import Grammars, ModelRunner
 from cloister.executor.adapters import AdapterSlots
 from cloister.executor.drafters import Drafter
+from cloister.executor.grammar_memory import LEAST_BYTES, GrammarMemory, NoMeter
 from cloister.kv import BlockPool, KVFormat, PrefixKeys
 from cloister.kv.tier_slots import TierBlock
 from cloister.scheduler import BudgetConfig, Scheduler, SchedulerConfig
@@ -39,6 +40,8 @@ from cloister.types.clock import Clock
 from cloister.types.request import ModelInfo
 from cloister.types.step import StepPlan, StepResult
 
+_GRAMMARS_BYTES: Final = 2 * LEAST_BYTES
+"""Of compiled grammars: one of each tenant, so that others wait for memory."""
 SLOT_KIB: Final = 4
 """Size of a slot of a tier: whole pages (`kv.tier_slots.TierLayout.slot_bytes`)."""
 
@@ -124,10 +127,11 @@ def _make_compiler(tokenizer: Tokenizer) -> GrammarCompiler:
 
 
 def _make_grammars(shape: EngineShape, tokenizer: Tokenizer, draw: random.Random | None) -> Grammars:
+    memory = GrammarMemory(_GRAMMARS_BYTES, NoMeter())
     if draw is None or not shape.helper_s:
-        return Grammars(_make_compiler(tokenizer), at_once)
+        return Grammars(_make_compiler(tokenizer), at_once, memory)
     takes_s = {"cloister-compile": shape.helper_s, "cloister-grammar": shape.helper_s / 10}
-    return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]))
+    return Grammars(_make_compiler(tokenizer), lambda name: VirtualThread(lambda: draw.random() * takes_s[name]), memory)
 
 
 def _open_tiers(
