@@ -91,6 +91,8 @@ class EngineCore:
         ahead: overlaps planning with the device: holds the step that runs while the engine plans the next one and reads the
             tokens of the last one. None handles one step at a time.
         kv_blocks: copies blocks for other engines; None if the program cannot.
+        read_thread_times: returns the processor time of the engine's thread since the last call, and how long it had no
+            processor meanwhile (`engine.thread_times`).
 
     Attributes:
         input_queue: receives the front's messages, from any thread.
@@ -113,6 +115,7 @@ class EngineCore:
         scrubber: MemoryScrubber | None = None,
         ahead: StepAhead | None = None,
         kv_blocks: KVBlocks | None = None,
+        read_thread_times: Callable[[], tuple[float, float]] = lambda: (0.0, 0.0),
     ) -> None:
         self.model = model
         self.memory = memory
@@ -129,6 +132,7 @@ class EngineCore:
         self._scrubber = scrubber
         self._ahead = ahead
         self._kv_blocks = kv_blocks
+        self._read_thread_times = read_thread_times
         self._transfer: KVTransfer | None = None
         self._tiers: EngineTiers | None = None
         self._cache_replies: list[CacheReply] = []
@@ -460,6 +464,7 @@ class EngineCore:
         if drafting:
             num_tokens, num_attended = measure(plan, result)
             gained_s, spent_s = weigh(drafting, plan, result, self._scheduler.cost)
+        processor_s, starved_s = self._read_thread_times()
         return Stepped(
             now_s=now,
             elapsed_s=result.elapsed_s,
@@ -476,6 +481,10 @@ class EngineCore:
             gained_s=gained_s,
             spent_s=spent_s,
             stored=() if self._tiers is None else self._tiers.take_stored(now),
+            sampling_s=result.sampling_s,
+            num_scored=sum(map(len, result.prompt_logprobs.values())) if result.prompt_logprobs else 0,
+            processor_s=processor_s,
+            starved_s=starved_s,
         )
 
     @property

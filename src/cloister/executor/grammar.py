@@ -23,6 +23,7 @@ from typing import Final, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from cloister.executor.sampling_time import SamplingTime
 from cloister.types.clock import Clock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import COMPILE_TIMEOUT_S, COMPILE_WALL_S, Grammar, SamplingParams
@@ -602,10 +603,11 @@ class MaskWait:
 
     Args:
         clock: measures how long a step waits.
+        sampling_time: counts it.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, sampling_time: SamplingTime) -> None:
+        self._clock, self._sampling_time = clock, sampling_time
         self._left_s = MASK_WAIT_S
         self._has_waited = False
 
@@ -624,8 +626,11 @@ class MaskWait:
             state.is_late = False
             if not state.is_ready:
                 missing.append(state)
-        if not missing:
-            return
+        if missing:
+            with self._sampling_time:
+                self._wait_for_missing(missing, may_defer=may_defer)
+
+    def _wait_for_missing(self, missing: list[GrammarState], *, may_defer: bool) -> None:
         if not may_defer:
             for state in missing:
                 state.mask()

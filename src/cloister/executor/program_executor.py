@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from cloister.backends.base import (
 from cloister.executor.grammar import mask_tokens
 from cloister.executor.logits_processors import process_logits
 from cloister.executor.sampling import Sampler, finite_rows, greedy_tokens, row_pieces
+from cloister.executor.sampling_time import SamplingTime
 from cloister.executor.state import SequenceState
 from cloister.types.errors import EngineError
 
@@ -32,9 +34,10 @@ class ProgramExecutor:
     Args:
         program: the program.
         vocab_size: columns of its logits.
+        sampling_time: counts what is done here; None where nobody asks.
     """
 
-    def __init__(self, program: Program, vocab_size: int) -> None:
+    def __init__(self, program: Program, vocab_size: int, sampling_time: SamplingTime | None = None) -> None:
         has = program.capabilities
         self._program, self._vocab_size = program, vocab_size
         self._is_greedy, self._is_sampling, self._is_masking = (
@@ -43,6 +46,7 @@ class ProgramExecutor:
         self.is_asynchronous = Capability.ASYNCHRONOUS in has
         self._lacks_something = not (self._is_greedy and self._is_sampling and self._is_masking)
         self._sampler = None if self._is_sampling else Sampler(vocab_size)
+        self._sampling_time: AbstractContextManager[None] = sampling_time or nullcontext()
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         """Computes one step (`backends.base.Program.step`), and overwrites the embeddings of its images, and its
@@ -105,6 +109,10 @@ class ProgramExecutor:
         return tokens
 
     def _choose_on_host(self, output: StepOutput, batch: ForwardBatch, wants: Wants) -> StepOutput:
+        with self._sampling_time:
+            return self._choose(output, batch, wants)
+
+    def _choose(self, output: StepOutput, batch: ForwardBatch, wants: Wants) -> StepOutput:
         self._check_logits(output, batch)
         logits = np.ascontiguousarray(output.logits, np.float32)
         chosen = StepOutput(hidden=output.hidden)
