@@ -176,12 +176,17 @@ class TokenGenerator:
         states = [part.state for part in live if part.plan.num_samples]
         wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
-            self._append(states, self._executor.step(batch, wants), batch, result)
+            output = self._executor.step(batch, wants)
+            if wants.masks is None:
+                _append(states, output, batch, result)
+            else:
+                self._append_guided(states, output, batch, result)
             return None
         wait = self._executor.launch(batch, wants)
-        return lambda: self._append(states, wait(), batch, result)
+        append = _append if wants.masks is None else self._append_guided
+        return lambda: append(states, wait(), batch, result)
 
-    def _append(self, states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
+    def _append_guided(self, states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
         with self._sampling_time:  # grammars follow their tokens
             _append(states, output, batch, result)
 

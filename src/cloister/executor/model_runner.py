@@ -130,7 +130,7 @@ class ModelRunner:
         Meanwhile a program on another device computes, if it chooses all tokens itself.
         """
         started_s = self._clock.now()
-        self._sampling_time.begin()
+        self._sampling_time.sum_s = 0.0
         for seq_id in plan.departures:
             self._batch.depart(seq_id)
             self.encoding.cancel(seq_id)

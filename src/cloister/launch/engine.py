@@ -183,7 +183,7 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
         scrubber=scrubber,
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
         kv_blocks=_kv_blocks(info, budget.groups, config.block_size, program),
-        read_thread_times=ThreadTimes().take,
+        thread_times=ThreadTimes(),
     )
 
 
