@@ -9,7 +9,7 @@ import pytest
 
 from cloister.cluster.health import FADE_S, MAX_PROBE_S, NUM_STEPS, PROBE_S, SLOW_FOR_S, ReplicaSpeeds, SpeedChange
 from cloister.engine.replica_snapshot import ReplicaSnapshot
-from cloister.types.events import Stepped
+from cloister.types.events import Drafting, Stepped
 
 FIXED_S, TOKEN_S, KEY_S = 0.01, 0.0002, 1e-6
 STEP_EVERY_S = 0.25
@@ -21,12 +21,17 @@ class Fleet:
     Attributes:
         factors: the steps of each take so many times as long as they should.
         sizes: the most tokens of a step of each.
+        asked_s: what clients ask of sampling takes so long in each step of each; then its tokens are scored too, for so long
+            each, if `scored_s` is not 0.
+        starved: the engine's thread of each waits so many seconds for a processor for each that it has one.
     """
 
     def __init__(self, num: int, sizes: tuple[int, ...] = ()) -> None:
         self.speeds = ReplicaSpeeds(num)
         self.factors = [1.0] * num
         self.sizes = sizes or (64,) * num
+        self.asked_s, self.scored_s = [0.0] * num, 0.0
+        self.starved = [0.0] * num
         self.draw = random.Random(1)
         self.changes: list[SpeedChange] = []
         self.now = self.changed_s = 0.0
@@ -39,7 +44,12 @@ class Fleet:
                 num_attended = num_tokens * self.draw.randint(1, 500)
                 noise = self.draw.choice((1.0, 1.0, 1.05, 1.1, 4.0))  # now and then something else has the processor
                 took_s = (FIXED_S + TOKEN_S * num_tokens + KEY_S * num_attended) * noise * self.factors[index]
-                event = Stepped(self.now, took_s, num_tokens, 1, 1, 0, 1, 0, 8, num_attended=float(num_attended))
+                asked_s, is_scored = self.asked_s[index] * self.factors[index], bool(self.asked_s[index] and self.scored_s)
+                took_s += asked_s + self.scored_s * num_tokens * is_scored * self.factors[index]
+                event = Stepped(
+                    self.now, took_s, num_tokens, 1, 1, 0, 1, 0, 8, num_attended=float(num_attended), sampling_s=asked_s,
+                    num_scored=num_tokens * is_scored, processor_s=0.005, starved_s=0.005 * self.starved[index],
+                )  # fmt: skip
                 if (change := self.speeds.note(index, event, self.now)) is not None:
                     self.changes.append(change)
                     self.changed_s = self.now
@@ -82,6 +92,57 @@ def test_the_slowness_of_others_is_counted_once_in_a_quick_replica(factors: tupl
     fleet.step(300)
     assert fleet.speeds.slowness(0) == pytest.approx(quickest, rel=0.3)
     assert fleet.speeds.slowness(len(factors) - 1) == pytest.approx(5.0, rel=0.3)
+
+
+@pytest.mark.parametrize("num", [2, 3])
+@pytest.mark.parametrize("scored_s", [0.0, 0.002], ids=["sampling", "scored prompts"])
+def test_what_one_client_asks_of_sampling_makes_no_replica_slow(num: int, scored_s: float) -> None:
+    fleet = Fleet(num)
+    fleet.step(100)
+    fleet.scored_s = scored_s
+    fleet.asked_s[1] = 0.1  # several times as long as a step without it
+    fleet.step(300)
+    assert fleet.changes == []
+    assert fleet.speeds.slowness(1) < 1.3
+
+
+@pytest.mark.parametrize("asked_of", [0, 1], ids=["of the other one", "of itself"])
+def test_what_one_client_asks_of_sampling_hides_no_slow_replica(asked_of: int) -> None:
+    fleet = Fleet(2)
+    fleet.asked_s[asked_of] = 0.3
+    fleet.step(100)
+    fleet.factors[1] = 3.0
+    fleet.step(2 * NUM_STEPS)
+    assert [(change.index, change.is_slow) for change in fleet.changes] == [(1, True)]
+
+
+def test_drafts_make_no_replica_slow() -> None:
+    speeds = ReplicaSpeeds(2)
+    drafting = (Drafting("ngram", 1, (1,), (0,), 0.05),)
+    for now in range(200):
+        speeds.note(0, Stepped(now, 0.01, 2, 1, 1, 0, 1, 0, 8, num_attended=60.0), now)
+        speeds.note(1, Stepped(now, 0.06, 2, 1, 1, 0, 1, 0, 8, num_attended=60.0, drafting=drafting), now)
+    assert speeds.slowness(1) == pytest.approx(1.0, abs=0.1)
+
+
+def test_a_replica_is_slow_whose_thread_waits_for_a_processor_and_comes_back() -> None:
+    fleet = Fleet(2)
+    fleet.starved = [0.3, 0.4]
+    fleet.step(100)
+    assert fleet.changes == []
+    fleet.starved[1] = 4.0  # the forward pass, on other threads or another device, takes no longer
+    fleet.step(4 * NUM_STEPS)
+    assert [(change.index, change.is_slow) for change in fleet.changes] == [(1, True)]
+    fleet.starved[1] = 0.4
+    fleet.step(10 * NUM_STEPS)
+    assert [(change.index, change.is_slow) for change in fleet.changes] == [(1, True), (1, False)]
+
+
+def test_threads_that_all_wait_for_a_processor_make_no_replica_slow() -> None:
+    fleet = Fleet(3)
+    fleet.starved = [3.0, 3.5, 4.0]
+    fleet.step(400)
+    assert fleet.changes == []
 
 
 def test_a_replica_with_more_to_do_is_not_slow() -> None:

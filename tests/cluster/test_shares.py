@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import msgspec
 import pytest
 
 from cloister.bench.drive import Timed, drive_client, make_request
 from cloister.bench.workloads import WorkItem, make_tokens
+from cloister.cluster.health import ReplicaSpeeds, SpeedChange
 from cloister.cluster.virtual.engine import TimedRunner
 from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.cluster.virtual.event_loop import run_virtually
 from cloister.cluster.virtual.prediction import ClusterShape, running_cluster
 from cloister.text import Tokenizer
+from cloister.types.events import Stepped
 from cloister.types.step import StepPlan, StepResult
 
 ENGINE = EngineShape(
@@ -92,6 +96,39 @@ def test_conductor_gives_a_replica_that_is_really_slow_few_requests(
 ) -> None:
     [smaller, _] = find_shares(BusyMachine((1.0, 1.0, 1.5), 0, slow=3.0), "conductor", tokenizer, monkeypatch)
     assert 0.0 < smaller <= 0.3
+
+
+def test_a_client_that_asks_for_much_of_sampling_makes_no_replica_slow(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps of the replica that its answer is on take several times as long: it had slowness 3 and got no requests."""
+    found: list[float] = []
+    note = ReplicaSpeeds.note
+
+    def watch(speeds: ReplicaSpeeds, index: int, step: Stepped, now: float) -> SpeedChange | None:
+        change = note(speeds, index, step, now)
+        found.append(speeds.slowness(index))
+        return change
+
+    monkeypatch.setattr(ReplicaSpeeds, "note", watch)
+    requests = []
+    for number in range(NUM_REQUESTS):
+        at_s = 0.2 * number
+        request = make_request(number, WorkItem(at_s, make_tokens((9, number), 20, 256), 20, 30))
+        if number % 4 == 0:  # in turns, so these are all on one replica
+            asks = msgspec.structs.replace(request.sampling, presence_penalty=0.1, logprobs=20)
+            request = msgspec.structs.replace(request, sampling=asks)
+        requests.append(Timed(at_s, request))
+
+    async def drive() -> list[int]:
+        shape = ClusterShape(dataclasses.replace(ENGINE, process_s=0.02), "round_robin")
+        async with running_cluster(shape, tokenizer, 1) as cluster:
+            await drive_client(cluster, requests)
+            return [replica.num_routed for replica in cluster.snapshots()]
+
+    shares = run_virtually(drive())
+    assert max(found) < 1.5
+    assert shares == [NUM_REQUESTS // 2] * 2
 
 
 def test_prefix_aware_gives_equal_idle_replicas_about_as_many_requests(

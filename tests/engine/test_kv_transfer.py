@@ -17,7 +17,7 @@ from cloister.cluster.virtual.engine import VirtualEngine, make_engine
 from cloister.cluster.virtual.engine_shape import EngineShape
 from cloister.engine import kv_frames, kv_sockets
 from cloister.engine.identity import Identity
-from cloister.engine.kv_sockets import KVSocketLinks
+from cloister.engine.kv_sockets import MAX_STRANGERS, NUM_PEERS, KVSocketLinks
 from cloister.engine.kv_transfer import KVBlocks
 from cloister.engine.kv_transports import KV_TRANSPORTS, fill_address, has_fixed_port, lacks_address, parse_places
 from cloister.kv import NO_BLOCK, KVFormat, KVObject, KVQuery, KVSealer
@@ -572,6 +572,25 @@ def test_a_port_says_nothing_before_it_knows_an_engine_and_logs_nothing(
     source.step()
     source.check_empty()
     assert [record for record in caplog.records if record.levelname != "DEBUG"] == []
+
+
+@pytest.mark.parametrize("says", [b"", b"\x16\x03\x01\x02\x00\x01"], ids=["silent", "half a handshake"])
+def test_strangers_who_keep_connections_keep_no_engine_out(
+    make_peer: Callable[..., Peer], says: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cloister.engine.kv_sockets.KV_LOAD_TIMEOUT_S", 300.0)  # none gives way because its time is over
+    source, target = make_peer(setting="tls://127.0.0.1:0"), make_peer()
+    expected = answer(source)
+    port = int(str(source.core.kv_endpoint).rpartition(":")[2])
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_STRANGERS + NUM_PEERS):
+            stranger = stack.enter_context(socket.create_connection(("127.0.0.1", port), 20.0))
+            stranger.sendall(says)
+        assert answer(target, source, source=source.core.kv_endpoint) == expected
+        assert target.find(KVLoaded)[0].complete
+        assert len(source.links._strangers) <= MAX_STRANGERS
+    run_until(lambda: not source.links._strangers, source)
+    source.check_empty()
 
 
 def test_a_port_does_not_speak_to_the_engines_of_another_front(make_peer: Callable[..., Peer]) -> None:

@@ -1,6 +1,7 @@
 """The runner against a program whose logits are a hash of everything that its block tables lead to."""
 
 import itertools
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -462,6 +463,42 @@ def test_elapsed_time_comes_from_the_clock():
     program.step = slow
     _, result = step(runner, part(1, 0, 1, blocks=[1]), arrivals=[new(1, [1])])
     assert result.elapsed_s == 0.25
+
+
+@pytest.mark.parametrize(
+    ("asks", "where", "takes_s"),
+    [
+        ({}, "process_logits", 0.0),
+        ({"presence_penalty": 0.1, "logit_bias": {3: 1.0}}, "program_executor.process_logits", 0.5),
+        ({"logprobs": 20}, "generation.sample_logprobs", 0.5),
+        ({"prompt_logprobs": 20}, "generation.prompt_logprobs", 0.5),
+        ({"temperature": 1.0, "top_p": 0.5}, "program_executor.Sampler.sample", 0.5),
+    ],
+    ids=["nothing", "penalties", "log-probabilities", "scored prompts", "top_p on the host"],
+)
+def test_the_time_of_what_a_request_asks_of_sampling_is_told_apart(asks, where, takes_s, monkeypatch):
+    clock = VirtualClock()
+    program, runner = make(clock=clock)
+    compute = program.step
+
+    def compute_slowly(batch, wants):
+        clock.advance(0.25)
+        return compute(batch, wants)
+
+    program.step = compute_slowly
+    if asks:
+        choose = resolve_name(f"cloister.executor.{where}")
+
+        def choose_slowly(*args):
+            clock.advance(0.5)
+            return choose(*args)
+
+        monkeypatch.setattr(f"cloister.executor.{where}", choose_slowly)
+    sampling = SamplingParams(**{"temperature": 0.0, "max_tokens": 4, **asks})
+    for start, count in ((0, 2), (2, 1)):  # no step has anything of another's time
+        arrivals = [new(1, [1, 2], sampling)] if not start else []
+        _, result = step(runner, part(1, start, count, table=min(start, 1), blocks=[] if start else [1]), arrivals=arrivals)
+        assert (result.elapsed_s, result.sampling_s) == (0.25 + takes_s, takes_s)
 
 
 @pytest.mark.parametrize(

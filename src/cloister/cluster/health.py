@@ -1,9 +1,12 @@
 """Detects replicas that are slower than the others, and decides which of them get requests. Pure: no clock, no I/O.
 
 Each replica has a cost model of its own steps (`scheduler.step_cost.StepCost`). A step is compared with what the models of the
-others predict for its size, so a replica is not slow because it has more to do. A slowdown that the others have at the same
-time is subtracted, since replicas may share cores. The median of the last steps counts, so that a single late step changes
-nothing. Between SLOW and WELL the state does not change (hysteresis).
+others predict for its size, so a replica is not slow because it has more to do. Compared is the time that does not depend on
+what clients ask of sampling (`Stepped.plain_s`), else one client could make a replica seem slow, or hide one that is. A
+replica whose sampling alone is slow has a thread that waits for a processor; how long it does, for each second that it has
+one, is compared too. A slowdown that the others have at the same time is subtracted, since replicas may share cores. The
+median of the last steps counts, so that a single late step changes nothing. Between SLOW and WELL the state does not change
+(hysteresis).
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ MIN_MEASURED: Final = 3
 PROBE_S: Final = 10.0
 """A slow replica gets a probe request after this time, then after twice that time, and so on."""
 MAX_PROBE_S: Final = 300.0
+STARVATION_S: Final = 0.2
+"""Half-life, in processor time of an engine's thread, of what is known of its waits for a processor."""
 FADE_S: Final = 5.0
 """Half-life of a replica's measured slowness while it makes no steps: the cause may be gone."""
 
@@ -57,8 +62,14 @@ class _ReplicaSpeed:
         self.slow_since_s = inf
         self.probe_at_s = self.probe_every_s = 0.0
         self._cost = StepCost()
-        self._sizes: Counter[tuple[int, int]] = Counter()
+        self._sizes: Counter[tuple[int, int, int]] = Counter()
         self._ratios: deque[tuple[float, float]] = deque(maxlen=NUM_STEPS)
+        self._processor_s = self._starved_s = 0.0
+
+    @property
+    def stretch(self) -> float | None:
+        """How many times as long as its processor time the engine's thread was ready to run; None until enough is known."""
+        return 1.0 + self._starved_s / self._processor_s if self._processor_s >= STARVATION_S / 2 else None
 
     @property
     def is_known(self) -> bool:
@@ -87,14 +98,20 @@ class _ReplicaSpeed:
         self._cost.learn(size, elapsed_s)
         self._sizes[_bucket(size)] += 1
 
+    def note_thread(self, processor_s: float, starved_s: float) -> None:
+        """Adds the times of the engine's thread since its step before."""
+        keep = 0.5 ** (processor_s / STARVATION_S)
+        self._processor_s = keep * self._processor_s + processor_s
+        self._starved_s = keep * self._starved_s + starved_s
+
     def compare(self, ratio: float, now: float) -> None:
         """Adds a step that took `ratio` times as long as the others predict."""
         self._ratios.append((now, ratio))
 
 
-def _bucket(size: StepSize) -> tuple[int, int]:
+def _bucket(size: StepSize) -> tuple[int, int, int]:
     """Sizes within a factor of two."""
-    return int(size.num_tokens).bit_length(), int(size.num_attended).bit_length()
+    return int(size.num_tokens).bit_length(), int(size.num_attended).bit_length(), int(size.num_read).bit_length()
 
 
 class ReplicaSpeeds:
@@ -129,17 +146,20 @@ class ReplicaSpeeds:
 
     def note(self, index: int, step: Stepped, now: float) -> SpeedChange | None:
         """Takes a step of a replica into account. Returns what has changed with it."""
-        if step.elapsed_s <= 0.0 or not step.num_tokens:  # a step that only ends requests says nothing about others
+        own = self._speeds[index]
+        own.note_thread(step.processor_s, step.starved_s)
+        if step.plain_s <= 0.0 or not step.num_tokens:  # a step that only ends requests says nothing about others
             return None
-        size, own = StepSize(step.num_tokens, step.num_attended), self._speeds[index]
+        # rows of logits take the place of keys that are read: a prompt whose tokens are scored has a row for each of them
+        size = StepSize(step.num_tokens, step.num_attended, step.num_samples + step.num_scored)
         predicted = [speed.predict(size) for speed in self._speeds if speed is not own]
         known = [prediction_s for prediction_s in predicted if prediction_s]
-        own.learn(size, step.elapsed_s)
+        own.learn(size, step.plain_s)
         if not known:
             return None
         if own.last_s is not None and now - own.last_s > SLOW_FOR_S:
             own.slow_since_s = inf  # it was idle, which shows nothing
-        own.compare(step.elapsed_s / median(known), now)
+        own.compare(max(step.plain_s / median(known), self._starvation(own)), now)
         return self._judge(index, own, now)
 
     def forget(self, index: int) -> None:
@@ -174,6 +194,14 @@ class ReplicaSpeeds:
         others = [other.ratio(speed.since_s) for other in self._speeds if other is not speed]
         known = [ratio for ratio in others if ratio is not None]
         return max(min(1.0, own), own / max(1.0, median(known))) if known else own
+
+    def _starvation(self, speed: _ReplicaSpeed) -> float:
+        """Returns how many times as long as those of the others a replica's thread takes for its work, if that is more than
+        chance explains; else 0."""
+        own = speed.stretch
+        known = [stretch for other in self._speeds if other is not speed and (stretch := other.stretch) is not None]
+        ratio = own / median(known) if own is not None and known else 0.0
+        return ratio if ratio > WELL else 0.0
 
     def _judge(self, index: int, speed: _ReplicaSpeed, now: float) -> SpeedChange | None:
         slowness = self._relate(speed)

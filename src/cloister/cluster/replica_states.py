@@ -258,9 +258,9 @@ class ReplicaStates:
 
     def note_step(self, index: int, event: Stepped) -> Stepped:
         """Learns from a step; returns it with the load of all replicas, and with what the tiers of all of them hold."""
-        if event.num_tokens and not event.drafting:
-            elapsed_s = event.elapsed_s / self.speeds.correction(index)
-            self._cost.learn(StepSize(event.num_tokens, event.num_attended), elapsed_s)
+        if event.num_tokens and not event.drafting and not event.num_scored:
+            plain_s = event.plain_s / self.speeds.correction(index)
+            self._cost.learn(StepSize(event.num_tokens, event.num_attended), plain_s)
         return self._total(event, index)
 
     def note_load(self, index: int, event: KVLoaded) -> None:

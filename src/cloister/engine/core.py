@@ -18,6 +18,7 @@ from cloister.engine.kv_transfer import KVBlocks, KVLinks, KVTransfer
 from cloister.engine.memory_scrubber import MemoryScrubber
 from cloister.engine.output_processor import OutputProcessor
 from cloister.engine.step_ahead import StepAhead
+from cloister.engine.thread_times import ThreadTimes
 from cloister.kv import KVFormat
 from cloister.scheduler import Scheduler
 from cloister.text import Tokenizer
@@ -91,6 +92,7 @@ class EngineCore:
         ahead: overlaps planning with the device: holds the step that runs while the engine plans the next one and reads the
             tokens of the last one. None handles one step at a time.
         kv_blocks: copies blocks for other engines; None if the program cannot.
+        thread_times: those of the engine's thread; None: they are not measured.
 
     Attributes:
         input_queue: receives the front's messages, from any thread.
@@ -113,6 +115,7 @@ class EngineCore:
         scrubber: MemoryScrubber | None = None,
         ahead: StepAhead | None = None,
         kv_blocks: KVBlocks | None = None,
+        thread_times: ThreadTimes | None = None,
     ) -> None:
         self.model = model
         self.memory = memory
@@ -129,6 +132,7 @@ class EngineCore:
         self._scrubber = scrubber
         self._ahead = ahead
         self._kv_blocks = kv_blocks
+        self._thread_times = thread_times
         self._transfer: KVTransfer | None = None
         self._tiers: EngineTiers | None = None
         self._cache_replies: list[CacheReply] = []
@@ -465,6 +469,7 @@ class EngineCore:
         if drafting:
             num_tokens, num_attended = measure(plan, result)
             gained_s, spent_s = weigh(drafting, plan, result, self._scheduler.cost)
+        processor_s, starved_s = (0.0, 0.0) if self._thread_times is None else self._thread_times.take()
         return Stepped(
             now_s=now,
             elapsed_s=result.elapsed_s,
@@ -481,6 +486,10 @@ class EngineCore:
             gained_s=gained_s,
             spent_s=spent_s,
             stored=() if self._tiers is None else self._tiers.take_stored(now),
+            sampling_s=result.sampling_s,
+            num_scored=sum(map(len, result.prompt_logprobs.values())) if result.prompt_logprobs else 0,
+            processor_s=processor_s,
+            starved_s=starved_s,
         )
 
     @property

@@ -48,6 +48,8 @@ NUM_PULLS: Final = 8
 """Concurrent pulls; others wait, and their deadlines run."""
 NUM_PEERS: Final = 16
 """Engines served at once; further ones are refused."""
+MAX_STRANGERS: Final = 64
+"""Connections at once whose peer has not shown that it is an engine; a further one ends the oldest."""
 PART_BYTES: Final = 2**20
 """KV that is sent at once; at least one entry. This much stays in a processor's cache from its copy at the source to its check,
 and needs no new pages of the system."""
@@ -171,6 +173,7 @@ class KVSocketLinks:
         self._demands: list[KVDemand] = []
         self._offers: dict[int, _Offered] = {}
         self._peers: dict[int, socket.socket] = {}
+        self._strangers: dict[int, socket.socket] = {}  # duplicates: a handshake takes a socket away from its object
         self._num_peers = 0
         self._is_closed = False
         self._pullers = ThreadPoolExecutor(NUM_PULLS, thread_name_prefix="cloister-kv-pull")
@@ -241,7 +244,12 @@ class KVSocketLinks:
     def close(self) -> None:
         with self._changed:
             self._is_closed = True
-            for sock in (*self._listeners, *self._peers.values(), *(pull.sock for pull in self._pulls.values())):
+            for sock in (
+                *self._listeners,
+                *self._strangers.values(),
+                *self._peers.values(),
+                *(pull.sock for pull in self._pulls.values()),
+            ):
                 _shut(sock)
             for pull in self._pulls.values():
                 pull.is_cancelled = True
@@ -336,50 +344,78 @@ class KVSocketLinks:
                 if not self._is_closed:
                     time.sleep(0.01)  # out of descriptors for the moment
                 continue
-            with self._changed:
-                is_welcome = len(self._peers) < NUM_PEERS and not self._is_closed
-                if is_welcome:
-                    self._num_peers += 1
-                    self._peers[self._num_peers] = sock
-            if is_welcome:
-                run = partial(self._run_peer, self._num_peers, sock, transport)
-                threading.Thread(target=run, name="cloister-kv-serve", daemon=True).start()
-            else:
+            try:
+                self._admit(sock, transport)
+            except (OSError, RuntimeError):  # no descriptor, or no thread, is left for the moment
                 sock.close()
+
+    def _admit(self, sock: socket.socket, transport: KVTransport) -> None:
+        handle = sock.dup()
+        with self._changed:
+            self._num_peers += 1
+            peer = self._num_peers
+            while len(self._strangers) >= MAX_STRANGERS:
+                oldest = self._strangers.pop(next(iter(self._strangers)))
+                _shut(oldest)
+                oldest.close()
+            self._strangers[peer] = handle
+            if self._is_closed:
+                _shut(handle)
+        run = partial(self._run_peer, peer, sock, transport)
+        try:
+            threading.Thread(target=run, name="cloister-kv-serve", daemon=True).start()
+        except RuntimeError:
+            self._forget_stranger(peer)
+            raise
+
+    def _forget_stranger(self, peer: int) -> bool:
+        """Returns whether a connection was still one of `_strangers`."""
+        with self._changed:
+            handle = self._strangers.pop(peer, None)
+        if handle is not None:
+            handle.close()
+        return handle is not None
 
     def _run_peer(self, peer: int, sock: socket.socket, transport: KVTransport) -> None:
         is_sent = False
         try:
             deadline_s = time.monotonic() + KV_LOAD_TIMEOUT_S
-            if (welcome := self._welcome(peer, sock, transport, deadline_s)) is not None:
+            if (welcome := self._welcome(sock, transport, deadline_s)) is not None:
                 with welcome:
-                    if (query := self._greet(welcome, deadline_s)) is not None:
+                    if (query := self._greet(welcome, deadline_s)) is not None and self._take_seat(peer, welcome):
                         with contextlib.closing(transport.open_outbox(welcome, deadline_s)) as outbox:
                             is_sent = self._serve(peer, query, welcome, outbox, deadline_s)
         except (OSError, CloisterError, msgspec.MsgspecError) as error:
             if not self._is_closed:
                 _logger.log(_level_of(error), "KV was not sent whole to another engine: %s", describe(error))
         finally:
+            self._forget_stranger(peer)
             with self._changed:
-                del self._peers[peer]
+                is_peer = self._peers.pop(peer, None) is not None
                 self._offers.pop(peer, None)
-                self._demands.append(KVDemand(peer, is_sent=is_sent))
-            self._wake()
+                if is_peer:
+                    self._demands.append(KVDemand(peer, is_sent=is_sent))
+            if is_peer:
+                self._wake()
 
-    def _welcome(self, peer: int, sock: socket.socket, transport: KVTransport, deadline_s: float) -> socket.socket | None:
+    def _take_seat(self, peer: int, sock: socket.socket) -> bool:
+        """Returns whether an engine that has shown what it is may be served."""
+        with self._changed:
+            may_be = len(self._peers) < NUM_PEERS and not self._is_closed
+            if may_be:
+                self._peers[peer] = sock
+        self._forget_stranger(peer)
+        return may_be
+
+    def _welcome(self, sock: socket.socket, transport: KVTransport, deadline_s: float) -> socket.socket | None:
         """Returns a peer's connection once its transport has accepted it; None if it is a stranger's, since anybody can open
         one.
         """
         try:
-            known = transport.accept(sock, time_left(deadline_s))
+            return transport.accept(sock, time_left(deadline_s))
         except OSError as error:
             _logger.debug("a stranger connected for KV: %s", describe(error))
             return None
-        with self._changed:
-            self._peers[peer] = known
-            if self._is_closed:
-                _shut(known)
-        return known
 
     def _greet(self, sock: socket.socket, deadline_s: float) -> KVQuery | None:
         """Returns a peer's query; None if the peer does not know the engines' secret, as any stranger."""

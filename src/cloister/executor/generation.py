@@ -23,6 +23,7 @@ from cloister.executor.inputs import ScheduledSequence, TableLayout, forward_bat
 from cloister.executor.logprobs import prompt_logprobs, sample_logprobs
 from cloister.executor.program_executor import ProgramExecutor
 from cloister.executor.sampling import NOT_FINITE, finite_rows, greedy_tokens
+from cloister.executor.sampling_time import SamplingTime
 from cloister.executor.state import BatchState, SequenceState
 from cloister.executor.verification import Verification, accept_drawn
 from cloister.types.clock import Clock
@@ -42,6 +43,7 @@ class TokenGenerator:
         tables: layout of block tables.
         clock: measures how long masks behind drafts take.
         masks: how long a step waits for masks.
+        sampling_time: counts the time of what requests ask of sampling.
 
     Attributes:
         may_repeat: a sequence may compute its last position again, so that it may get its token in a later step.
@@ -57,11 +59,12 @@ class TokenGenerator:
         tables: TableLayout,
         clock: Clock,
         masks: MaskWait,
+        sampling_time: SamplingTime,
     ) -> None:
-        self._clock = clock
+        self._clock, self._sampling_time = clock, sampling_time
         self._masks = masks
         self._program = program
-        self._executor = ProgramExecutor(program, vocab_size)
+        self._executor = ProgramExecutor(program, vocab_size, sampling_time)
         self._batch = batch
         self._tables = tables
         self._drafting = drafting
@@ -173,10 +176,19 @@ class TokenGenerator:
         states = [part.state for part in live if part.plan.num_samples]
         wants = self._wants(batch, states)
         if not self._executor.is_asynchronous:
-            _append(states, self._executor.step(batch, wants), batch, result)
+            output = self._executor.step(batch, wants)
+            if wants.masks is None:
+                _append(states, output, batch, result)
+            else:
+                self._append_guided(states, output, batch, result)
             return None
         wait = self._executor.launch(batch, wants)
-        return lambda: _append(states, wait(), batch, result)
+        append = _append if wants.masks is None else self._append_guided
+        return lambda: append(states, wait(), batch, result)
+
+    def _append_guided(self, states: list[SequenceState], output: StepOutput, batch: ForwardBatch, result: StepResult) -> None:
+        with self._sampling_time:  # grammars follow their tokens
+            _append(states, output, batch, result)
 
     def _verify_on_program(
         self, live: Sequence[ScheduledSequence], forks: Sequence[Fork], watched: AbstractSet[int], result: StepResult
@@ -300,6 +312,20 @@ class TokenGenerator:
         )
         output = self._executor.step(batch, wants)
         every = self._take_every(batch, output)
+        with self._sampling_time:
+            verified = self._sample_from_logits(run, forks, rows, output, result)
+        self._finish(run, verified, result)
+        self._pass_hidden(run, forks, verified, every)
+        return _see([each for each in verified if each.state.seq_id in watched], output)
+
+    def _sample_from_logits(
+        self,
+        run: Sequence[ScheduledSequence],
+        forks: Sequence[Fork],
+        rows: dict[int, slice],
+        output: StepOutput,
+        result: StepResult,
+    ) -> list[Verification]:
         finite = finite_rows(output.logits)
         for part in run:
             first = rows[part.plan.seq_id].start
@@ -315,9 +341,7 @@ class TokenGenerator:
             result.deferred |= {each.state.seq_id for each in verified if each.state.is_late}
         while going:
             going = self._advance(going, output.logits, finite)
-        self._finish(run, verified, result)
-        self._pass_hidden(run, forks, verified, every)
-        return _see([each for each in verified if each.state.seq_id in watched], output)
+        return verified
 
     def _advance(self, going: list[Verification], logits: FloatArray, finite: BoolArray) -> list[Verification]:
         """Samples one more token for each verification; returns those that continue because a draft matches the token."""
@@ -368,6 +392,10 @@ class TokenGenerator:
     def _stack_masks(self, states: list[SequenceState]) -> MaskArray:
         """Returns the token mask of each sequence, [len(states), num_words]; all ones for one without a grammar, or whose mask
         is late."""
+        with self._sampling_time:
+            return self._stack(states)
+
+    def _stack(self, states: list[SequenceState]) -> MaskArray:
         self._wait_for_masks(states)
         masks = [None if state.grammar is None or state.is_late else state.grammar.mask() for state in states]
         if len(masks) == 1 and masks[0] is not None:

@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cloister.executor.grammar_memory import MIB, GrammarMemory
+from cloister.executor.sampling_time import SamplingTime
 from cloister.types.clock import Clock
 from cloister.types.errors import CloisterError, InvalidRequestError
 from cloister.types.request import COMPILE_TIMEOUT_S, COMPILE_WALL_S, Grammar, SamplingParams
@@ -616,7 +617,8 @@ class Grammars:
             self._left += jobs
             self._compiling.shutdown(wait=False)
             self._compiling = self._make_thread("cloister-compile")
-            self._compiling.submit(self._queue.run_all)
+            for _ in range(self._queue.num_waiting):  # else they waited for the one that was abandoned
+                self._compiling.submit(self._queue.run_next)
 
     def open(self, grammar: Grammar, sampling: SamplingParams, token_ids: list[int]) -> GrammarState:
         """Returns the grammar state of a new or resumed sequence, advanced by its answer so far.
@@ -734,10 +736,11 @@ class MaskWait:
 
     Args:
         clock: measures how long a step waits.
+        sampling_time: counts it.
     """
 
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
+    def __init__(self, clock: Clock, sampling_time: SamplingTime) -> None:
+        self._clock, self._sampling_time = clock, sampling_time
         self._left_s = MASK_WAIT_S
         self._has_waited = False
 
@@ -756,8 +759,11 @@ class MaskWait:
             state.is_late = False
             if not state.is_ready:
                 missing.append(state)
-        if not missing:
-            return
+        if missing:
+            with self._sampling_time:
+                self._wait_for_missing(missing, may_defer=may_defer)
+
+    def _wait_for_missing(self, missing: list[GrammarState], *, may_defer: bool) -> None:
         if not may_defer:
             for state in missing:
                 state.mask()

@@ -16,6 +16,7 @@ from cloister.executor.image_encoding import ImageEncoding
 from cloister.executor.inputs import ScheduledSequence, TableLayout, cut_last, forward_batch, schedule_sequence
 from cloister.executor.layerwise import LayerwisePrefill
 from cloister.executor.pooling import NO_TEXT, NOT_OFFERED, OF_ENCODERS, encode_parts, pool_parts
+from cloister.executor.sampling_time import SamplingTime
 from cloister.executor.state import BatchState, SequenceState
 from cloister.types.clock import Clock, WallClock
 from cloister.types.errors import EngineError
@@ -81,7 +82,8 @@ class ModelRunner:
         )
         self._drafts = bool(drafters)
         self._drafting = DrafterGroup(drafters or {}, self._clock, takes_trees=Capability.TREES in program.capabilities)
-        self._masks = MaskWait(self._clock)
+        self._sampling_time = SamplingTime(self._clock)
+        self._masks = MaskWait(self._clock, self._sampling_time)
         make_generator = partial(
             TokenGenerator,
             program,
@@ -90,6 +92,7 @@ class ModelRunner:
             tables=self._tables,
             clock=self._clock,
             masks=self._masks,
+            sampling_time=self._sampling_time,
         )
         self._generator = make_generator(self._drafting)
         self._last_layer = make_generator(DrafterGroup({}, self._clock, takes_trees=False))
@@ -127,6 +130,7 @@ class ModelRunner:
         Meanwhile a program on another device computes, if it chooses all tokens itself.
         """
         started_s = self._clock.now()
+        self._sampling_time.sum_s = 0.0
         for seq_id in plan.departures:
             self._batch.depart(seq_id)
             self.encoding.cancel(seq_id)
@@ -192,13 +196,15 @@ class ModelRunner:
         touched = [part.state for part in parts]
         touched += [self._batch[fork.child_id] for fork in plan.forks]
         if self._batch.num_guided:
-            self._follow_grammars([state for state in touched if state.grammar is not None], result)
+            with self._sampling_time:
+                self._follow_grammars([state for state in touched if state.grammar is not None], result)
         result.failures = {state.seq_id: state.failure for state in touched if state.failure is not None}
         if result.failures:
             result.unsupported = {state.seq_id for state in touched if state.seq_id in result.failures and state.is_unsupported}
         if self._drafts:
             result.draft_s = self._drafting.take_times()
         result.elapsed_s = self._clock.now() - started_s
+        result.sampling_s = self._sampling_time.sum_s
         return result
 
     def _take_snapshots(self, parts: Sequence[ScheduledSequence]) -> None:

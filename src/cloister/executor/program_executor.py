@@ -22,7 +22,9 @@ from cloister.backends.base import (
 from cloister.executor.grammar import mask_tokens
 from cloister.executor.logits_processors import process_logits
 from cloister.executor.sampling import Sampler, finite_rows, greedy_tokens, row_pieces
+from cloister.executor.sampling_time import SamplingTime
 from cloister.executor.state import SequenceState
+from cloister.types.clock import WallClock
 from cloister.types.errors import EngineError
 
 
@@ -32,9 +34,10 @@ class ProgramExecutor:
     Args:
         program: the program.
         vocab_size: columns of its logits.
+        sampling_time: counts what is done here; None where nobody asks.
     """
 
-    def __init__(self, program: Program, vocab_size: int) -> None:
+    def __init__(self, program: Program, vocab_size: int, sampling_time: SamplingTime | None = None) -> None:
         has = program.capabilities
         self._program, self._vocab_size = program, vocab_size
         self._is_greedy, self._is_sampling, self._is_masking = (
@@ -43,6 +46,7 @@ class ProgramExecutor:
         self.is_asynchronous = Capability.ASYNCHRONOUS in has
         self._lacks_something = not (self._is_greedy and self._is_sampling and self._is_masking)
         self._sampler = None if self._is_sampling else Sampler(vocab_size)
+        self._sampling_time = sampling_time or SamplingTime(WallClock())
 
     def step(self, batch: ForwardBatch, wants: Wants) -> StepOutput:
         """Computes one step (`backends.base.Program.step`), and overwrites the embeddings of its images, and its
@@ -55,8 +59,8 @@ class ProgramExecutor:
             if self._lacks_something and not self._can_choose(wants):
                 return self._choose_on_host(self._program.step(batch, _logits_first(wants)), batch, wants)
             output = self._program.step(batch, wants)
-            if wants.logits:
-                self._check_logits(output, batch)
+            if wants.logits and output.logits.shape != (batch.logit_rows.size, self._vocab_size):
+                raise _wrong_shape(output)
             return output
         finally:
             for copied in (batch.embeddings, batch.hidden):
@@ -75,10 +79,6 @@ class ProgramExecutor:
         if wants.sampling is not None or wants.num_top:
             return self._is_sampling and (self._is_masking or wants.masks is None)
         return self._is_greedy or not wants.greedy
-
-    def _check_logits(self, output: StepOutput, batch: ForwardBatch) -> None:
-        if output.logits.shape != (batch.logit_rows.size, self._vocab_size):
-            raise EngineError(f"the program returned logits of shape {output.logits.shape}")
 
     def sample(self, logits: FloatArray, sampling: SamplingMetadata) -> npt.NDArray[np.integer]:
         """Samples one token for each entry from logits (`backends.base.Program.sample`)."""
@@ -105,7 +105,8 @@ class ProgramExecutor:
         return tokens
 
     def _choose_on_host(self, output: StepOutput, batch: ForwardBatch, wants: Wants) -> StepOutput:
-        self._check_logits(output, batch)
+        if output.logits.shape != (batch.logit_rows.size, self._vocab_size):
+            raise _wrong_shape(output)
         logits = np.ascontiguousarray(output.logits, np.float32)
         chosen = StepOutput(hidden=output.hidden)
         if wants.logits:
@@ -113,14 +114,18 @@ class ProgramExecutor:
         elif wants.greedy:
             chosen.tokens = greedy_tokens(logits)
         elif wants.sampling is not None:
-            chosen.tokens = self._sample_on_host(logits, wants.sampling, None if wants.masks is None else wants.masks())
+            masks = None if wants.masks is None else wants.masks()
+            since_s = self._sampling_time.now()
+            chosen.tokens = self._sample_on_host(logits, wants.sampling, masks)
+            self._sampling_time.sum_s += self._sampling_time.now() - since_s
         if wants.num_top:
             chosen.top = largest_ids(logits, wants.num_top)
         return chosen
 
     def _sample_on_host(self, logits: FloatArray, sampling: SamplingMetadata, masks: MaskArray | None) -> IntArray:
         if masks is None:
-            tokens = np.array(self.sample(logits, sampling), np.int32)
+            chosen = self._program.sample(logits, sampling) if self._sampler is None else self._sampler.sample(logits, sampling)
+            tokens = np.array(chosen, np.int32)
         else:
             tokens = np.empty(len(sampling), np.int32)
             for piece in row_pieces(len(sampling), logits.shape[1]):
@@ -131,6 +136,10 @@ class ProgramExecutor:
                 tokens[piece] = self.sample(scores, own)
         tokens[~finite_rows(logits)[sampling["row"]]] = -1
         return tokens
+
+
+def _wrong_shape(output: StepOutput) -> EngineError:
+    return EngineError(f"the program returned logits of shape {output.logits.shape}")
 
 
 def _logits_first(wants: Wants) -> Wants:

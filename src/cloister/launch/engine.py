@@ -64,6 +64,7 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
     from cloister.engine import EngineCore, OutputProcessor
     from cloister.engine.memory_scrubber import MemoryScrubber
     from cloister.engine.step_ahead import StepAhead
+    from cloister.engine.thread_times import ThreadTimes
     from cloister.executor import Grammars, ModelRunner
     from cloister.executor.adapters import plan_room
     from cloister.executor.layerwise import MAX_ROWS
@@ -182,6 +183,7 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
         scrubber=scrubber,
         ahead=StepAhead(runner) if may_overlap(program, scrubber, drafters) else None,
         kv_blocks=_kv_blocks(info, budget.groups, config.block_size, program),
+        thread_times=ThreadTimes(),
     )
 
 

@@ -154,6 +154,20 @@ class Stepped(msgspec.Struct, frozen=True, tag=True):
     """What each tier has written and holds, if either has changed."""
     num_held: int = 0
     """Beam searches of `num_waiting` that wait for the share of all searches: slots may be free beside them."""
+    sampling_s: float = 0.0
+    """Part of `elapsed_s` that depends on what requests ask of sampling (`step.StepResult.sampling_s`)."""
+    num_scored: int = 0
+    """Positions of prompts whose log-probabilities were computed: each has a row of logits."""
+    processor_s: float = 0.0
+    """Processor time of the engine's thread since its step before; 0 if the system does not say."""
+    starved_s: float = 0.0
+    """How long it was ready to run meanwhile and had no processor."""
+
+    @property
+    def plain_s(self) -> float:
+        """Time of the step without what requests ask of sampling, and without drafting. Compare replicas by it: a client
+        that asks for much of either makes only the rest longer."""
+        return self.elapsed_s - self.sampling_s - sum([drafter.draft_s for drafter in self.drafting])
 
     @property
     def num_queued(self) -> int:

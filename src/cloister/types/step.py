@@ -169,6 +169,7 @@ class StepResult(msgspec.Struct, kw_only=True):
             is. They compute the position of their last known token again.
         left_out: those of `deferred` whose last planned position this step did not compute.
         elapsed_s: duration of the step, for the budget and metrics.
+        sampling_s: part of it that depends on what requests ask of sampling (`executor.sampling_time`).
         draft_s: drafter -> its share of that time.
     """
 
@@ -182,6 +183,7 @@ class StepResult(msgspec.Struct, kw_only=True):
     deferred: set[int] = set()
     left_out: set[int] = set()
     elapsed_s: float = 0.0
+    sampling_s: float = 0.0
     draft_s: dict[str, float] = {}
 
 

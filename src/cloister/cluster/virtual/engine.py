@@ -37,7 +37,7 @@ from cloister.scheduler.speculation import Speculation
 from cloister.text import Tokenizer
 from cloister.text.grammar import GrammarCompiler
 from cloister.types.clock import Clock
-from cloister.types.request import ModelInfo
+from cloister.types.request import ModelInfo, SamplingParams
 from cloister.types.step import StepPlan, StepResult
 
 _GRAMMARS_BYTES: Final = 2 * LEAST_BYTES
@@ -77,11 +77,13 @@ class TimedRunner:
         self.num_failing = 0
         self.kills_after: dict[bytes, int] = {}
         self._steps_left: dict[int, int] = {}
+        self._processed: set[int] = set()
         self._runner, self._clock, self._shape = runner, clock, shape
 
     def run(self, plan: StepPlan) -> StepResult:
         """Runs a plan (`engine.core.Runner`). Raises OSError if the step is to fail, EngineDeath if it kills."""
-        elapsed_s = self.slowness * self._shape.step_time_s(plan)
+        sampling_s = self.slowness * self._shape.process_s * self._count_processed(plan) if self._shape.process_s else 0.0
+        elapsed_s = self.slowness * self._shape.step_time_s(plan) + sampling_s
         self._clock.ahead_s += elapsed_s
         if self.kills_after:
             self._count_down(plan)
@@ -89,8 +91,16 @@ class TimedRunner:
             self.num_failing -= 1
             raise OSError("a step that was to fail")
         result = self._runner.run(plan)
-        result.elapsed_s = elapsed_s
+        result.elapsed_s, result.sampling_s = elapsed_s, sampling_s
         return result
+
+    def _count_processed(self, plan: StepPlan) -> int:
+        """Returns the samples of a step whose logits are processed on the host."""
+        self._processed -= set(plan.departures)
+        self._processed |= {new.seq_id for new in plan.arrivals if _is_processed(new.sampling)}
+        self._processed |= {fork.child_id for fork in plan.forks if fork.parent_id in self._processed}
+        parts = sum(part.num_samples for part in plan.sequences if part.seq_id in self._processed)
+        return parts + sum(fork.child_id in self._processed for fork in plan.forks)
 
     def _count_down(self, plan: StepPlan) -> None:
         for new in plan.arrivals:
@@ -102,6 +112,12 @@ class TimedRunner:
                 self._steps_left[part.seq_id] -= 1
                 if not self._steps_left[part.seq_id]:
                     raise EngineDeath
+
+
+def _is_processed(sampling: SamplingParams) -> bool:
+    """Whether a request needs logits on the host (`executor.generation`)."""
+    penalties = (sampling.repetition_penalty, sampling.presence_penalty, sampling.frequency_penalty)
+    return sampling.logprobs is not None or bool(sampling.logit_bias) or penalties != (1.0, 0.0, 0.0)
 
 
 @dataclass

@@ -22,6 +22,8 @@ class EngineShape:
         stall_floor_s: a step up to this time is short enough for any stream (`scheduler.budget.BudgetConfig.floor_s`).
         step_s, token_s, sample_s, key_s, read_s: a step takes `step_s`, and that much more for each of its tokens and samples,
             for each key that a token of a prompt attends to, and for each key that an answer's next token reads.
+        process_s: that much more for each sample of a sequence whose logits are processed on the host: for penalties, biases
+            or log-probabilities (`types.step.StepResult.sampling_s`).
         arrival_s, load_s: that much more for each sequence that comes, and for each block of KV that comes from another engine.
         links: what its links to other engines take, beside its steps.
         curve: points (tokens of a step, seconds), by rising tokens: that much more, on the line between two points; beyond the
@@ -50,6 +52,7 @@ class EngineShape:
     sample_s: float = 0.0
     key_s: float = 0.0
     read_s: float = 0.0
+    process_s: float = 0.0
     arrival_s: float = 0.0
     load_s: float = 0.0
     links: LinkCosts = FREE_LINKS
