@@ -16,20 +16,21 @@ def test_times_are_those_since_the_last_call(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(thread_times, "_PATH", str(file))
     file.write_text("5000000000 2000000000 7\n")
     times = ThreadTimes()
-    assert times.take() == (0.0, 0.0)
+    assert times.take(1.0) == (0.0, 0.0)
     file.write_text("5500000000 2250000000 9\n")
-    assert times.take() == (0.5, 0.25)
-    assert times.take() == (0.0, 0.0)
+    assert times.take(1.001) == (0.0, 0.0)  # read a moment ago
+    assert times.take(1.02) == (0.5, 0.25)
+    assert times.take(1.04) == (0.0, 0.0)
 
 
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").exists(), reason="this kernel counts no waits for a processor")
 def test_a_thread_that_computes_has_processor_time() -> None:
     times = ThreadTimes()
-    times.take()
+    times.take(1.0)
     until_s = time.thread_time() + 0.05
     while time.thread_time() < until_s:
         pass
-    processor_s, starved_s = times.take()
+    processor_s, starved_s = times.take(2.0)
     assert processor_s >= 0.04
     assert starved_s >= 0.0
 
@@ -41,4 +42,4 @@ def test_a_system_that_does_not_say_gives_zeros(text: str | None, tmp_path: Path
     if text is not None:
         file.write_text(text)
     times = ThreadTimes()
-    assert times.take() == times.take() == (0.0, 0.0)
+    assert times.take(1.0) == times.take(2.0) == (0.0, 0.0)

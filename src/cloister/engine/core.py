@@ -469,7 +469,7 @@ class EngineCore:
         if drafting:
             num_tokens, num_attended = measure(plan, result)
             gained_s, spent_s = weigh(drafting, plan, result, self._scheduler.cost)
-        processor_s, starved_s = (0.0, 0.0) if self._thread_times is None else self._thread_times.take()
+        processor_s, starved_s = (0.0, 0.0) if self._thread_times is None else self._thread_times.take(now)
         return Stepped(
             now_s=now,
             elapsed_s=result.elapsed_s,
