@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from cloister.cli.console import leave, print_json, print_line
-from cloister.types.errors import CloisterError, ConfigError
+from cloister.cli.witnesses import find_witnesses
+from cloister.types.errors import CloisterError
 
 if TYPE_CHECKING:
     import httpx
@@ -133,20 +134,14 @@ async def _ask_witnesses(watching: Monitor, report: Report, witnesses: list[str]
     from cloister.trust.transparency.note import Note, parse_note
     from cloister.trust.transparency.refusal import TransparencyError
     from cloister.trust.transparency.replay import Remark
-    from cloister.trust.transparency.witness import HttpWitness, SplitViewError
+    from cloister.trust.transparency.witness import SplitViewError
 
-    known = {key.name: key for key in trust.witnesses}
     note = parse_note(report.note)
     signed = Note(note.text, tuple(line for line in note.signatures if line.is_by(trust.log)))
     async with httpx.AsyncClient(trust_env=False) as client:
-        for given in witnesses:
-            name, _, address = given.partition("=")
-            if name not in known:
-                raise ConfigError(
-                    f"{given!r} is not a witness of the trust file; its witnesses are {', '.join(known)}", param="witness"
-                )
+        for witness in find_witnesses(witnesses, trust, client):
             try:
-                await HttpWitness(address, known[name], client).cosign(watching, signed)
+                await witness.cosign(watching, signed)
             except SplitViewError as error:
                 report.blame(CONSISTENCY, f"{error.message}; ask its operator for the checkpoint that it cosigned", report.note)
             except TransparencyError as error:

@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from cloister.trust.transparency.witness import HttpWitness
 
 
-def open_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient) -> list[HttpWitness]:
-    """Returns the witnesses that are named, at least as many as the trust file requires.
+def find_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient) -> list[HttpWitness]:
+    """Returns the witnesses that are named.
 
     Args:
         given: each as NAME=URL.
 
     Raises:
-        ConfigError: one is not in the trust file, its URL is none, or they are too few.
+        ConfigError: one is not in the trust file, or its URL is none.
     """
     from cloister.private.upstream import check_url
     from cloister.trust.transparency.witness import HttpWitness
@@ -31,8 +31,16 @@ def open_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient
     for each in given:
         name, _, address = each.partition("=")
         if name not in known:
-            raise ConfigError(f"{each!r} names no witness of the trust file; those are {', '.join(known)}", param="witness")
+            raise ConfigError(
+                f"{each!r} is not a witness of the trust file; its witnesses are {', '.join(known)}", param="witness"
+            )
         found.append(HttpWitness(check_url(address, "witness"), known[name], client))
+    return found
+
+
+def open_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient) -> list[HttpWitness]:
+    """As `find_witnesses`, of which there must be as many as the trust file requires. Raises ConfigError."""
+    found = find_witnesses(given, trust, client)
     if len(found) < trust.threshold:
         raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")
     return found

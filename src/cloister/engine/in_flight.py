@@ -40,12 +40,9 @@ from cloister.types.events import (
 )
 from cloister.types.images import MAX_PIXELS_BYTES, MAX_REQUEST_PIXELS_BYTES, TOO_MANY_PIXELS
 from cloister.types.logs import describe
-from cloister.types.request import KEYLESS_TENANT, FinishReason, Request, SequenceOutput
+from cloister.types.request import KEYLESS_TENANT, TENANT_RATIO, FinishReason, Request, SequenceOutput
 
 _NUM_COMPLETIONS: Final = 64
-TENANT_RATIO: Final = 3
-"""A tenant may have so many times the places of the queue that are still free. So a flood never takes the last ones, however
-long it lasts (dynamic thresholds: Choudhury and Hahne 1998, IEEE/ACM Transactions on Networking 6(2))."""
 _MAX_RETRY_S: Final = 60.0
 NO_ANSWER: Final = "the engine did not answer before the request's deadline; send it again"
 POISONED: Final = (

@@ -11,14 +11,11 @@ import time
 from collections import Counter, deque
 from typing import Final
 
-from cloister.types.request import Grammar
+from cloister.types.request import TENANT_RATIO, Grammar
 
 MIB: Final = 2**20
 LIMIT_BYTES: Final = 128 * MIB
 """Of all compiled grammars together: a part of what the memory budget counts as overhead (`engine.memory.OVERHEAD_BYTES`)."""
-TENANT_RATIO: Final = 3
-"""The compiled grammars of a tenant may take so many times what is still free, as in the queue of waiting requests
-(`engine.in_flight.TENANT_RATIO`)."""
 LARGEST_SHARE: Final = 0.25
 """Part of the limit that one grammar may take: what the largest tenant leaves to others."""
 LEAST_BYTES: Final = 64 * 1024
@@ -150,6 +147,7 @@ class GrammarMemory:
             self._held_bytes -= num_bytes
             if not self._of_tenant[tenant]:
                 del self._of_tenant[tenant]
+                self._largest_of_tenant.pop(tenant, None)
 
 
 def estimate_bytes(grammar: Grammar) -> int:

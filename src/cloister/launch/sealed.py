@@ -20,7 +20,6 @@ from cloister.models import locate
 from cloister.models.generation import GENERATION_FILE
 from cloister.models.location import find_named, locate_here
 from cloister.models.pulling.store import MANIFEST
-from cloister.policy import Gate
 from cloister.trust import hardening
 from cloister.types.config import EngineConfig, ServerConfig, parse_adapters, parse_unit_members
 from cloister.types.errors import ConfigError
@@ -135,11 +134,7 @@ def _draft_names(config: EngineConfig) -> list[str]:
     return [name.strip() for name in (config.draft_model or "").split(",") if name.strip()]
 
 
-async def open_node(
-    settings: Settings,
-    gate: Gate,  # noqa: ARG001 - as the other servers' functions; keys are no part of a node
-    announce: Callable[[str], None],
-) -> ServerApp:
+async def open_node(settings: Settings, announce: Callable[[str], None]) -> ServerApp:
     """Starts engine, key service and zygote, and the front, which forwards sealed bytes between them and a gateway."""
     from cloister.cluster.sealed_unit import SealedUnit
     from cloister.private.attesting import check_prefixes, open_announcer, read_attesting

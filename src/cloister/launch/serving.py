@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Coroutine
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Final
 
 from cloister.launch.app import build_gate, open_model_switcher, open_plain
 from cloister.launch.processes import close_front
 from cloister.launch.settings import Settings
-from cloister.policy import Gate, is_loopback
+from cloister.policy import is_loopback
 from cloister.types.config import ServerConfig
 from cloister.types.logs import set_up_logging
 from cloister.types.refusals import Refusals
@@ -74,16 +74,16 @@ def serve(settings: Settings, announce: Callable[[str], None] = print, warn: Cal
         warn(READABLE)
     if is_unproved(settings.server.config):
         warn(UNPROVED)
-    open_server: Callable[[Settings, Gate, Callable[[str], None]], Coroutine[Any, Any, ServerApp]] = (
-        open_model_switcher if settings.models else open_plain
-    )
-    if settings.server.config.sealed and not settings.models:
-        from cloister.launch.sealed import open_node
-
-        open_server = open_node
 
     async def open_and_lock_down() -> ServerApp:
-        server_app = await open_server(settings, gate, announce)
+        if settings.models:
+            server_app = await open_model_switcher(settings, gate, announce)
+        elif settings.server.config.sealed:
+            from cloister.launch.sealed import open_node
+
+            server_app = await open_node(settings, announce)
+        else:
+            server_app = await open_plain(settings, gate, announce)
         close_front()
         return server_app
 

@@ -12,7 +12,7 @@ from typing import Final, Protocol
 from starlette.types import Message, Receive, Scope
 
 from cloister.policy.gate import Admission
-from cloister.types.request import KEYLESS_TENANT
+from cloister.types.request import KEYLESS_TENANT, TENANT_RATIO
 
 # The network of an address: the range that one peer can be expected to control.
 #
@@ -121,11 +121,6 @@ SMALL_RESERVE_BYTES: Final = 8 * 2**20
 """Reserve above the ceiling, for small bodies only."""
 
 
-OWNER_RATIO: Final = 3
-"""The bodies of one owner may take so many times the memory that is still free, as in the queue of an engine
-(`engine.in_flight.TENANT_RATIO`)."""
-
-
 BODY_CHARGE: Final = "body_charge"
 """State key of a request for the charge of its body."""
 
@@ -177,7 +172,7 @@ class BodyCharge:
 def find_body_ceiling(limit_bytes: int) -> int:
     """Returns the ceiling of a server whose bodies have at most `limit_bytes` each, and owners: one of that size fits into the
     share of its owner."""
-    return max(BODY_CEILING_BYTES, limit_bytes + -(-limit_bytes // OWNER_RATIO))
+    return max(BODY_CEILING_BYTES, limit_bytes + -(-limit_bytes // TENANT_RATIO))
 
 
 class BodyBudget:
@@ -186,7 +181,7 @@ class BodyBudget:
     At the ceiling it sheds the largest incomplete body of the network with the most bytes; complete bodies stay until their
     readers release them. A flood of large bodies therefore drops its own. If complete bodies alone reach the ceiling, small
     ones are still accepted, up to a second limit. Complete bodies are never shed and may stay for as long as their requests, so
-    large bodies of one owner may take OWNER_RATIO times what is still free, and others find some memory.
+    large bodies of one owner may take TENANT_RATIO times what is still free, and others find some memory.
 
     Args:
         limit_bytes: ceiling of all bodies together; at least the limit of one, with owners more (`find_body_ceiling`).
@@ -246,7 +241,7 @@ class BodyBudget:
 
     def _has_too_much(self, owner: str) -> bool:
         free_bytes = max(0, self._limit_bytes - self.num_bytes)
-        if self.num_bytes <= OWNER_RATIO * free_bytes:  # nearly always
+        if self.num_bytes <= TENANT_RATIO * free_bytes:  # nearly always
             return False
         held: Counter[str] = Counter()
         for charge in self._charges:
@@ -254,7 +249,7 @@ class BodyBudget:
         # what is shed of others that hold more becomes free
         others = [charge for charge in self._charges if not charge.is_whole and held[charge.owner] > held[owner]]
         free_bytes += sum(charge.num_bytes for charge in others if not self._is_small(charge))
-        return held[owner] > OWNER_RATIO * free_bytes
+        return held[owner] > TENANT_RATIO * free_bytes
 
     def _shed(self, charge: BodyCharge) -> None:
         charge.is_shed = True
