@@ -158,9 +158,9 @@ class Embedding(msgspec.Struct, frozen=True):
 KEYLESS_TENANT: Final = "local"
 """Tenant of everybody on a server that asks for no keys."""
 TENANT_RATIO: Final = 3
-"""A tenant may have this many times what is still free: places in a queue, memory for bodies, memory for compiled grammars. So a
-flood never takes the last of them, however long it lasts (dynamic thresholds: Choudhury and Hahne 1998, IEEE/ACM Transactions on
-Networking 6(2))."""
+"""A tenant may have this many times what is still free: places in a queue, memory for bodies, memory for compiled grammars.
+So a flood never takes the last of them, however long it lasts (dynamic thresholds: Choudhury and Hahne 1998, IEEE/ACM
+Transactions on Networking 6(2))."""
 
 
 class Request(msgspec.Struct, frozen=True, kw_only=True):
