@@ -144,12 +144,12 @@ def test_a_host_with_another_certificate_is_not_spoken_to() -> None:
 
 def test_a_port_without_a_host_ends_the_session_at_once() -> None:
     async def main() -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
-        session = HostSession(Place("127.0.0.1", port, HOST.certificate), FRONT)
-        assert await session.receive() is None
-        assert session.how == NOBODY_LISTENS
-        await session.close()
+        with socket.socket() as taken:  # nobody else gets its port, and nothing listens there
+            taken.bind(("127.0.0.1", 0))
+            session = HostSession(Place("127.0.0.1", taken.getsockname()[1], HOST.certificate), FRONT)
+            assert await session.receive() is None
+            assert session.how == NOBODY_LISTENS
+            await session.close()
 
     run(main())
 

@@ -11,6 +11,7 @@ import pytest
 from cloister import LLM, CloisterError, SamplingParams
 from cloister.api.completions import Completion
 from cloister.types.events import Event, Preempted, Scheduled, Stepped
+from tests.arrivals import hold_steps_until
 from tests.model_factory import make_model
 
 YARN = {
@@ -56,7 +57,10 @@ def test_answers_are_the_same_to_the_last_bit_in_company_and_from_the_prefix_cac
         assert found[0].num_cached_tokens > 0
 
 
-def test_answers_are_the_same_to_the_last_bit_after_preemption(path: Path, alone: list[Any]) -> None:
+def test_answers_are_the_same_to_the_last_bit_after_preemption(
+    path: Path, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_steps_until(monkeypatch, len(PROMPTS) * 3)
     block_bytes = 8 * 3 * (20 + 8) * 4
     with open_llm(path, prefix_cache=False, speculate="none", kv_memory_mb=33 * block_bytes / (1 << 20)) as llm:
         events: list[Event] = []

@@ -10,6 +10,7 @@ import pytest
 
 from cloister import LLM, CloisterError, Grammar, GrammarKind, SamplingParams
 from cloister.types.events import Preempted, Scheduled
+from tests.arrivals import hold_steps_until
 
 PROMPTS = [
     "The CREATE INDEX command",
@@ -64,7 +65,8 @@ def test_answers_are_the_same_to_the_last_bit_in_chunks_and_on_two_threads(alone
         assert [fingerprint(completion) for completion in other.generate(PROMPTS, GREEDY)] == alone
 
 
-def test_answers_are_the_same_to_the_last_bit_after_preemption(alone):
+def test_answers_are_the_same_to_the_last_bit_after_preemption(alone, monkeypatch):
+    hold_steps_until(monkeypatch, len(PROMPTS))
     with LLM(
         "cloister-5m", num_threads=1, max_model_len=256, kv_memory_mb=0.38, block_size=4, prefix_cache=False, speculate="none"
     ) as tight:
@@ -80,6 +82,7 @@ def test_answers_are_the_same_to_the_last_bit_in_any_order(alone, monkeypatch, p
     monkeypatch.setattr("cloister.scheduler.policies.qoe.INTERVAL_S", 0.0)
     monkeypatch.setattr("cloister.scheduler.policies.cfs.SLICE_TOKENS", 4)
     slots, kv_memory_mb = (8, 0.38) if policy == "reorder" else (2, 2.0)
+    hold_steps_until(monkeypatch, min(len(PROMPTS) * 2, slots * 2))  # as many as an LLM submits at once
     shape = {"max_model_len": 256, "kv_memory_mb": kv_memory_mb, "block_size": 4, "max_num_seqs": slots}
     with LLM(
         "cloister-5m", num_threads=1, scheduler=policy, prefix_cache=policy != "reorder", speculate="none", **shape

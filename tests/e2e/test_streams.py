@@ -11,6 +11,7 @@ import pytest
 from cloister import LLM, SamplingParams
 from cloister.api.completions import Completion
 from cloister.types.events import Event, Preempted, Scheduled, Stepped
+from tests.arrivals import hold_steps_until
 from tests.gguf_converter import convert
 from tests.thinning import thin
 
@@ -62,7 +63,10 @@ def test_answers_are_the_same_to_the_last_bit_in_company_and_from_the_prefix_cac
         assert found[0].num_cached_tokens > 0
 
 
-def test_answers_are_the_same_to_the_last_bit_after_preemption(file: Path, backend: str, alone: list[Any]) -> None:
+def test_answers_are_the_same_to_the_last_bit_after_preemption(
+    file: Path, backend: str, alone: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hold_steps_until(monkeypatch, len(PROMPTS) * 3)
     with open_llm(file, backend=backend, prefix_cache=False, speculate="none", kv_memory_mb=0.6) as llm:
         events: list[Event] = []
         llm.subscribe(events.append)

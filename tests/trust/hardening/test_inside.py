@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -15,6 +14,7 @@ import pytest
 from cloister.trust.hardening import kernel
 from cloister.trust.hardening.applying import CLOSING, MEASURES
 from cloister.trust.hardening.privileges import CAP_NET_BIND_SERVICE
+from tests.serving import free_port
 from tests.trust.hardening.launching import DEADLINE_S, HERE, capabilities, launcher, needs_measures, run_launched
 
 pytestmark = needs_measures
@@ -34,9 +34,8 @@ Told = dict[str, Any]
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, int]:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return tmp_path_factory.mktemp("writable"), tmp_path_factory.mktemp("forbidden"), int(sock.getsockname()[1])
+    port = free_port()  # below those that the kernel gives away, so that nobody takes it or the next one meanwhile
+    return tmp_path_factory.mktemp("writable"), tmp_path_factory.mktemp("forbidden"), port
 
 
 def try_inside(places: tuple[Path, Path, int], mode: str, profile: str = "private") -> Told:
