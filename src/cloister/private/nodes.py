@@ -1,7 +1,8 @@
 """Maps node names to addresses. A name is the SHA-256 of a node's key configuration, which changes every hour.
 
-The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states a wrong name gets
-requests that it cannot open: they are sealed to the key whose digest the name is.
+The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states a wrong name could
+not open what it would get: that is sealed to the key whose digest the name is. But its clients would draw again, and so it would
+raise its own share. So a name stays with the address that had it, or had its member's last one, for as long as that states it.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import asyncio
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -32,6 +33,16 @@ class _Known:
     url: str
     seen_s: float
     evidence: bytes | None
+    member: bytes = b""
+
+
+@dataclass(frozen=True)
+class _Stated:
+    """What an address states: a name, the evidence for it, and the member that signed that."""
+
+    node_id: str
+    evidence: bytes | None
+    member: bytes
 
 
 class NodeBook:
@@ -49,6 +60,7 @@ class NodeBook:
         self._known: dict[str, _Known] = {}
         self._evidence: dict[str, tuple[bytes, float]] = {}
         self._silent_urls: set[str] = set()
+        self._contested: set[tuple[str, str]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
 
@@ -94,25 +106,52 @@ class NodeBook:
             await asyncio.sleep(LOOK_EVERY_S)
 
     async def _look(self) -> None:
-        await asyncio.gather(*map(self._ask, self._urls))
+        urls = self._urls
+        stated = await asyncio.gather(*map(self._ask, urls))
         self._looked_s = now_s = self._now()
+        claims: dict[str, dict[str, _Stated]] = {}
+        for url, one in zip(urls, stated, strict=True):
+            if one is not None and url in self._urls:
+                claims.setdefault(one.node_id, {})[url] = one
+        owners = {node_id: self._find_owner(node_id, claimed) for node_id, claimed in claims.items()}
+        for node_id, owner in owners.items():
+            one = claims[node_id][owner]
+            self._known[node_id] = _Known(owner, now_s, one.evidence, one.member)
+            if one.evidence is not None:
+                self._evidence[hashlib.sha256(one.evidence).hexdigest()] = (one.evidence, now_s)
         self._known = {n: known for n, known in self._known.items() if now_s - known.seen_s < NODE_KEY_LIFE_S}
         self._evidence = {d: (one, at) for d, (one, at) in self._evidence.items() if now_s - at < NODE_KEY_LIFE_S}
 
-    async def _ask(self, url: str) -> None:
+    async def _ask(self, url: str) -> _Stated | None:
+        """Returns what an address states; None if it does not answer, or shows the evidence of another name."""
         try:
             keys = await self._upstream.get(url + KEYS_PATH)
         except ProblemError as error:
             self._note_silence(url, error.message)
-            return  # an unreachable node keeps its name until its key expires
+            return None  # an unreachable node keeps its name until its key expires
         self._note_answer(url)
         try:
             evidence = await self._upstream.get(url + EVIDENCE_PATH)
         except ProblemError:
             evidence = None  # the node has none, or none yet
-        if evidence is not None:
-            self._evidence[hashlib.sha256(evidence).hexdigest()] = (evidence, self._now())
-        self._known[hashlib.sha256(keys).hexdigest()] = _Known(url, self._now(), evidence)
+        node_id = hashlib.sha256(keys).hexdigest()
+        return _Stated(node_id, evidence, b"" if evidence is None else _read_member(evidence))
+
+    def _find_owner(self, node_id: str, claimed: Mapping[str, _Stated]) -> str:
+        """Returns the address that a name belongs to, of those that state it now: the one that had it, else the one that had
+        the last name of its member, else the first."""
+        if len(claimed) == 1:
+            return next(iter(claimed))
+        known = self._known.get(node_id)
+        before = {one.url: one.member for one in sorted(self._known.values(), key=lambda one: one.seen_s)}
+        owners = [url for url, one in claimed.items() if one.member and before.get(url) == one.member]
+        owner = known.url if known is not None and known.url in claimed else next(iter((*owners, *claimed)))
+        for url in claimed.keys() - {owner}:
+            if (owner, url) not in self._contested:
+                self._contested.add((owner, url))
+                words = "it gets no requests for it; if it is not the same node, it takes requests from the other one"
+                _logger.warning("the node %s states the key of the node %s; %s", url, owner, words)
+        return owner
 
     def _note_silence(self, url: str, why: str) -> None:
         """Tells the operator once, since nobody else can see it before the node's key expires."""
