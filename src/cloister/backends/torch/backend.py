@@ -102,6 +102,7 @@ class TorchBackend:
             recent_window=RECENT_WINDOW if self._packs else 0,
             recent_layer_bytes=unpacked_bytes if self._packs else (),
             range_block_bytes=range_block_bytes(spec, block_size, self._dtype) if has_plain_kv(spec) and not self._packs else 0,
+            mapped=tuple(mapped),
         )
 
     @staticmethod

@@ -66,6 +66,7 @@ def encoder_need(spec: EncoderSpec, weights: Weights, dtype: torch.dtype, *, blo
         kv_block_bytes=TOKEN_BYTES * block_size,
         activations_bytes=max(ROWS_AT_ONCE, longest) * row_bytes
         + num_threads * 4 * num_heads * longest * 2 * _QUERIES,  # scores of a tile, and what the softmax makes of them
+        mapped=tuple(mapped),
     )
 
 
