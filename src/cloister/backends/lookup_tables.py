@@ -1,4 +1,4 @@
-"""Tables of which a step reads the rows of its tokens (embeddings, inputs of layers), read into memory in place of being mapped.
+"""Tables of which a step reads the rows of its tokens (embeddings, inputs of layers), in memory in place of mapped files.
 
 Which pages of a mapped file are in the page cache is seen by everybody who may write to it (mincore(2)), and which blocks are
 read by the disk. From both follows which rows were looked up, and so the tokens of a prompt. Neither needs to read the process.

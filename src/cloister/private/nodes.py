@@ -1,8 +1,8 @@
 """Maps node names to addresses. A name is the SHA-256 of a node's key configuration, which changes every hour.
 
-The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states a wrong name could
-not open what it would get: that is sealed to the key whose digest the name is. But its clients would draw again, and so it would
-raise its own share. So a name stays with the address that had it, or had its member's last one, for as long as that states it.
+The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states the name of another one
+cannot open what is sealed to it. But it would stop that, clients would draw again, and so it would raise its own share. So of
+several addresses that state a name, one gets its requests: the one whose member signed for it, else the one that had it.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ class _Known:
     url: str
     seen_s: float
     evidence: bytes | None
-    member: bytes = b""
 
 
 @dataclass(frozen=True)
 class _Stated:
-    """What an address states: a name, the evidence for it, and the member that signed that."""
+    """What an address states.
+
+    Attributes:
+        member: the member that signed evidence for this very name; None if none did.
+    """
 
     node_id: str
     evidence: bytes | None
-    member: bytes
+    member: str | None
 
 
 class NodeBook:
@@ -51,7 +54,12 @@ class NodeBook:
     Args:
         urls: of the nodes, without a trailing slash.
         now: seconds on a clock that never goes back.
+
+    Attributes:
+        find_signer: returns the name that an evidence document is for, and the member that signed it; None if none did.
     """
+
+    find_signer: Callable[[bytes], tuple[str, str] | None] | None = None
 
     def __init__(self, urls: Sequence[str], upstream: Upstream, now: Callable[[], float] = time.monotonic) -> None:
         self._urls = tuple(urls)
@@ -60,6 +68,7 @@ class NodeBook:
         self._known: dict[str, _Known] = {}
         self._evidence: dict[str, tuple[bytes, float]] = {}
         self._silent_urls: set[str] = set()
+        self._members: dict[str, str] = {}  # by address: the first that signed for a name that no other address stated
         self._contested: set[tuple[str, str]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
@@ -91,6 +100,7 @@ class NodeBook:
         """Replaces the addresses; names at removed addresses are dropped."""
         self._urls = tuple(urls)
         self._silent_urls.intersection_update(self._urls)
+        self._members = {url: member for url, member in self._members.items() if url in self._urls}
         self._known = {node_id: known for node_id, known in self._known.items() if known.url in self._urls}
 
     async def look(self) -> None:
@@ -111,19 +121,21 @@ class NodeBook:
         self._looked_s = now_s = self._now()
         claims: dict[str, dict[str, _Stated]] = {}
         for url, one in zip(urls, stated, strict=True):
-            if one is not None and url in self._urls:
+            if one is not None and url in self._urls:  # they may have been replaced meanwhile
                 claims.setdefault(one.node_id, {})[url] = one
-        owners = {node_id: self._find_owner(node_id, claimed) for node_id, claimed in claims.items()}
-        for node_id, owner in owners.items():
-            one = claims[node_id][owner]
-            self._known[node_id] = _Known(owner, now_s, one.evidence, one.member)
+        for node_id, claimed in claims.items():
+            owner = self._find_owner(node_id, claimed)
+            one = claimed[owner]
+            if len(claimed) == 1 and one.member is not None:
+                self._members.setdefault(owner, one.member)
+            self._known[node_id] = _Known(owner, now_s, one.evidence)
             if one.evidence is not None:
                 self._evidence[hashlib.sha256(one.evidence).hexdigest()] = (one.evidence, now_s)
         self._known = {n: known for n, known in self._known.items() if now_s - known.seen_s < NODE_KEY_LIFE_S}
         self._evidence = {d: (one, at) for d, (one, at) in self._evidence.items() if now_s - at < NODE_KEY_LIFE_S}
 
     async def _ask(self, url: str) -> _Stated | None:
-        """Returns what an address states; None if it does not answer, or shows the evidence of another name."""
+        """Returns what an address states; None if it does not answer."""
         try:
             keys = await self._upstream.get(url + KEYS_PATH)
         except ProblemError as error:
@@ -135,22 +147,22 @@ class NodeBook:
         except ProblemError:
             evidence = None  # the node has none, or none yet
         node_id = hashlib.sha256(keys).hexdigest()
-        return _Stated(node_id, evidence, b"" if evidence is None else _read_member(evidence))
+        signer = None if evidence is None or self.find_signer is None else self.find_signer(evidence)
+        return _Stated(node_id, evidence, signer[1] if signer is not None and signer[0] == node_id else None)
 
     def _find_owner(self, node_id: str, claimed: Mapping[str, _Stated]) -> str:
-        """Returns the address that a name belongs to, of those that state it now: the one that had it, else the one that had
-        the last name of its member, else the first."""
-        if len(claimed) == 1:
-            return next(iter(claimed))
+        """Returns the address to which a name belongs, of those that state it now."""
         known = self._known.get(node_id)
-        before = {one.url: one.member for one in sorted(self._known.values(), key=lambda one: one.seen_s)}
-        owners = [url for url, one in claimed.items() if one.member and before.get(url) == one.member]
-        owner = known.url if known is not None and known.url in claimed else next(iter((*owners, *claimed)))
+        own = [url for url, one in claimed.items() if one.member is not None and self._members.get(url) == one.member]
+        had = [known.url] if known is not None and known.url in claimed else []
+        if len(own) > 1:
+            own = [url for url in had if url in own] or own
+        owner = next(iter((*own, *had, *claimed)))
         for url in claimed.keys() - {owner}:
             if (owner, url) not in self._contested:
                 self._contested.add((owner, url))
-                words = "it gets no requests for it; if it is not the same node, it takes requests from the other one"
-                _logger.warning("the node %s states the key of the node %s; %s", url, owner, words)
+                words = "which gets the requests for it. If these are two nodes, stop the first one: it would take requests away"
+                _logger.warning("the node %s states the key of the node %s, %s", url, owner, words)
         return owner
 
     def _note_silence(self, url: str, why: str) -> None:
