@@ -321,9 +321,7 @@ def _make_context(
 
     def open_model(name: str) -> SmallModel:
         model = load(locate(name), None, None, None)
-        return SmallModel(
-            model, backend, config.block_size, max_batched_tokens, copies_tables=overwrites(config.profile)
-        )
+        return SmallModel(model, backend, config.block_size, max_batched_tokens, copies_tables=overwrites(config.profile))
 
     return DrafterContext(
         model_path=model.path,

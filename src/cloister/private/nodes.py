@@ -1,8 +1,8 @@
 """Maps node names to addresses. A name is the SHA-256 of a node's key configuration, which changes every hour.
 
-The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states the name of another one
-cannot open what is sealed to it. But it would stop that, clients would draw again, and so it would raise its own share. So of
-several addresses that state a name, one gets its requests: the one whose member signed for it, else the one that had it.
+The gateway is configured with addresses and fetches names and evidence from the nodes. A node that states the name of another
+one cannot open what is sealed to it. But it would stop that, clients would draw again, and so it would raise its own share. So
+of several addresses that state a name, one gets its requests: the one whose member signed for it, else the one that had it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class NodeBook:
         self._known: dict[str, _Known] = {}
         self._evidence: dict[str, tuple[bytes, float]] = {}
         self._silent_urls: set[str] = set()
-        self._members: dict[str, str] = {}  # by address: the first that signed for a name that no other address stated
+        self._members: dict[str, str] = {}  # by address: the first to sign for a name that it alone stated
         self._contested: set[tuple[str, str]] = set()
         self._looking: asyncio.Task[None] | None = None
         self._looked_s = float("-inf")
@@ -161,7 +161,7 @@ class NodeBook:
         for url in claimed.keys() - {owner}:
             if (owner, url) not in self._contested:
                 self._contested.add((owner, url))
-                words = "which gets the requests for it. If these are two nodes, stop the first one: it would take requests away"
+                words = "which gets the requests for it. If these are two nodes, stop the first: it takes requests away"
                 _logger.warning("the node %s states the key of the node %s, %s", url, owner, words)
         return owner
 

@@ -49,8 +49,8 @@ class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Datastore:
-    """An open datastore. Its files are read into memory: of mapped ones the page cache, and the disk, would show to others which
-    pages a lookup touched, and so the tokens that it looked up.
+    """An open datastore. Its files are read into memory: of mapped ones the page cache, and the disk, would show to others
+    which pages a lookup touched, and so the tokens that it looked up.
 
     Args:
         path: its directory.
