@@ -2,18 +2,23 @@
 although the test itself may be stopped by others for a while.
 
 `python -m tests.slow_engine serve ...` is `cloister serve` with such engines (`tests.serving.ServeProcess`, `module=SLOW`). A
-test that starts engines itself sets `cloister.launch.processes.ENGINE_ENTRY`.
+test that starts engines itself sets `cloister.launch.processes.ENGINE_ENTRY`, and one with an engine in its own process
+calls `slow_down`.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from cloister.engine.core import EngineCore
 from cloister.launch import build_engine, processes
 from cloister.types.config import EngineConfig
 from cloister.types.events import Outputs
+
+if TYPE_CHECKING:
+    import pytest
 
 SLOW = ("tests.slow_engine", "serve")
 ENTRY = "tests.slow_engine:build_slow_engine"
@@ -21,19 +26,31 @@ STEP_S = 0.01
 """A step takes so much longer than it computes: some fifty times as long."""
 
 
+Emit = Callable[[Outputs], None] | None
+
+
 def build_slow_engine(config: EngineConfig) -> EngineCore:
     """Entry point of an engine process."""
     core = build_engine(config)
     step = core.step
-
-    def step_slowly(emit: Callable[[Outputs], None] | None = None) -> Outputs | None:
-        outputs = step(emit)
-        if outputs is not None:
-            time.sleep(STEP_S)
-        return outputs
-
-    core.step = step_slowly  # type: ignore[method-assign]
+    core.step = lambda emit=None: _rest_after(step(emit))  # type: ignore[method-assign]
     return core
+
+
+def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has the engines of this process take their time until the test ends, those too that run already."""
+    step = EngineCore.step
+
+    def step_slowly(core: EngineCore, emit: Emit = None) -> Outputs | None:
+        return _rest_after(step(core, emit))
+
+    monkeypatch.setattr(EngineCore, "step", step_slowly)
+
+
+def _rest_after(outputs: Outputs | None) -> Outputs | None:
+    if outputs is not None:
+        time.sleep(STEP_S)
+    return outputs
 
 
 if __name__ == "__main__":

@@ -170,9 +170,10 @@ def _read_reports(process: subprocess.Popen[bytes], fd: int, timeout_s: float, l
     pending = b""
     end_s = time.monotonic() + timeout_s
     while True:
-        ready, _, _ = select.select([fd], [], [], 1.0)
+        has_ended = process.poll() is not None  # asked before the pipe is read, which has all that it wrote by then
+        ready, _, _ = select.select([fd], [], [], 0.0 if has_ended else 1.0)
         piece = os.read(fd, 1 << 16) if ready else b""
-        if not piece and process.poll() is not None:
+        if not piece and has_ended:
             raise WorkerError(f"it ended with status {process.returncode} and no report; see {log}")
         if not piece and time.monotonic() > end_s:
             raise WorkerError(f"it did not report within {timeout_s:g} s; see {log}")

@@ -151,7 +151,7 @@ def test_a_long_search_says_how_long_it_will_take(
 ) -> None:
     path = tmp_path / "profile.json"
     path.write_bytes(msgspec.json.encode(PROFILE))
-    monkeypatch.setattr("cloister.cli.plan.TOLD_AFTER_S", 0.0)
+    monkeypatch.setattr("cloister.cli.plan.ESTIMATE_AFTER_S", 0.0)
     load = ["--input-tokens", "40", "--output-tokens", "4", "--num-requests", "2", "--rate", "50", "--slo-ttft-ms", "100"]
     assert "placements" not in run(capsys, "--profile", str(path), "--threads", "2", *load)[2]
     monkeypatch.setattr("cloister.cli.plan.LONG_S", 0.0)

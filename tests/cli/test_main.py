@@ -15,6 +15,7 @@ from cloister.cli.reference import write_reference
 from cloister.engine.machine import Machine
 from cloister.types.errors import OUT_OF_MEMORY, MemoryBudgetError
 from tests.encoder_factory import make_encoder
+from tests.serving import free_port
 
 ROOT = Path(__file__).parents[2]
 
@@ -262,10 +263,8 @@ def test_the_doctor_sees_a_cache_that_cannot_be_written(tmp_path):
 
 
 def test_the_doctor_sees_a_taken_port():
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        port = taken.getsockname()[1]
+    port = free_port()
+    with socket.create_server(("127.0.0.1", port)):
         check = doctor.check_port(port)
     assert not check.good
     assert check.advice.endswith(f"--port {port + 1}")

@@ -138,7 +138,7 @@ def test_a_relay_that_is_not_there_reaches_the_program_in_words(cloud: LoopbackC
         client.models.list()
 
 
-HALF_BYTES = 5000
+HALF_BYTES = 2500
 
 
 class Half(httpx.BaseTransport):
@@ -179,7 +179,7 @@ class _Cut(httpx.SyncByteStream):
 
 def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
     wire = Half()
-    body = {"model": MODEL, "messages": LONG, "max_tokens": 60, "stream": True, "ignore_eos": True}
+    body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
     with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=300) as client:
         received = b""
 

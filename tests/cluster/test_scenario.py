@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
@@ -93,7 +95,7 @@ def test_both_find_a_bug(on: Body, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @on_processes
 def test_a_scenario_that_is_told_to_end_leaves_no_process_and_no_folder(on: Body, tmp_path: Path) -> None:
-    before, path = set(Path("/tmp").glob("cl-ray-*")), tmp_path / "scenario.json"
+    path = tmp_path / "scenario.json"
     hang = InjectedFault(at_s=0.1, kind="hang", lasts_s=1000.0)
     late = msgspec.structs.replace(JOBS[0], at_s=1000.0)
     write_scenario(msgspec.structs.replace(SCENARIO, jobs=(late,), faults=(hang,), operations=()), path)
@@ -105,10 +107,20 @@ def test_a_scenario_that_is_told_to_end_leaves_no_process_and_no_folder(on: Body
             assert time.monotonic() < give_up_s
             time.sleep(0.1)
         started = {pid: started_at(pid) for pid in descendants(running.pid)}
+        folders = {folder for pid in started for folder in folders_of(pid)}  # and none of other tests that run now
+        assert all(folder.exists() for folder in folders)
+        assert bool(folders) == (on == "ray")
         running.terminate()
         assert running.wait(END_S) == 128 + signal.SIGTERM, running.communicate()[0].decode()
     assert [pid for pid in started if started_at(pid) == started[pid]] == []
-    assert set(Path("/tmp").glob("cl-ray-*")) <= before
+    assert not any(folder.exists() for folder in folders)
+
+
+def folders_of(pid: int) -> set[Path]:
+    """Folders of a Ray that a process was started with."""
+    with contextlib.suppress(OSError):  # it has ended
+        return {Path(found) for found in re.findall(r"/tmp/cl-ray-\w+", Path(f"/proc/{pid}/cmdline").read_text())}
+    return set()
 
 
 def is_stopped(pid: int) -> bool:

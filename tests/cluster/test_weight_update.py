@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import random
 import re
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -45,8 +48,26 @@ def make_router(model: ModelInfo) -> Router:
     return ROUTERS.get("least_load")(RouterContext(PrefixKeys(model.fingerprint, BLOCK_SIZE), random.Random(0)))
 
 
-def make_core(path: Path, weights: int = 0, *, max_num_seqs: int = 16, step_s: float = 0.002) -> EngineCore:
-    return make_replica(path, wrap=lambda r: SteppedRunner(r, step_s=step_s), weights=weights, max_num_seqs=max_num_seqs).core
+class Pace:
+    """How long steps take. They are slow until the test has done what has to happen in the middle of an answer.
+
+    Attributes:
+        step_s: of each step that begins now.
+    """
+
+    def __init__(self, step_s: float = 0.002) -> None:
+        self.step_s = step_s
+
+    def wait(self, plan: StepPlan) -> None:
+        time.sleep(self.step_s)
+
+
+SLOW_S = 0.05
+
+
+def make_core(path: Path, weights: int = 0, *, max_num_seqs: int = 16, pace: Pace | None = None) -> EngineCore:
+    before = (pace or Pace()).wait
+    return make_replica(path, wrap=lambda r: SteppedRunner(r, before=before), weights=weights, max_num_seqs=max_num_seqs).core
 
 
 def in_thread(path: Path, core: EngineCore) -> EngineClient:
@@ -101,12 +122,12 @@ def refuse(index: int) -> EngineClient:
 
 @asynccontextmanager
 async def serving(
-    path: Path, make_new: Make | None = None, num_replicas: int = 2, **settings: float
+    path: Path, make_new: Make | None = None, num_replicas: int = 2, pace: Pace | None = None, **settings: float
 ) -> AsyncIterator[ReplicaSet]:
     """Replicas whose new engines `make_new` makes; without it they have other weights."""
 
     def make_old(index: int) -> EngineClient:
-        return in_thread(path, make_core(path))
+        return in_thread(path, make_core(path, pace=pace))
 
     new = make_new or (lambda index: in_thread(path, make_core(path, NEW)))
     replicas = ReplicaSet(
@@ -238,7 +259,8 @@ def test_the_count_of_requests_that_a_replica_was_given_goes_on_over_its_engines
 
 def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(model_path: Path) -> None:
     async def main() -> None:
-        async with serving(model_path, num_replicas=3) as replicas:
+        pace = Pace(SLOW_S)
+        async with serving(model_path, num_replicas=3, pace=pace) as replicas:
             other = in_thread(model_path, make_core(model_path, NEW))
             await other.start()
             await replicas._updates.put_client(2, other).drain(0.0)
@@ -252,6 +274,7 @@ def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(mo
             assert await replicas.migrate(fresh.request.request_id, 2)
             assert not await replicas.migrate(begun.request.request_id, 2)
             assert await replicas.migrate(begun.request.request_id, 1)
+            pace.step_s = 0.0
             await until(lambda: begun.ends and fresh.ends)
             assert begun.is_right
             assert fresh.is_right
@@ -262,18 +285,27 @@ def test_what_has_begun_moves_to_its_own_weights_only_and_what_has_not_to_any(mo
 
 def test_a_move_that_waits_for_a_step_does_not_go_on_with_the_other_weights_that_its_target_gets(model_path: Path) -> None:
     async def main() -> None:
+        arrived, goes_on, num_steps = threading.Event(), threading.Event(), itertools.count()
+
+        def hold(plan: StepPlan) -> None:
+            if next(num_steps) == 2:
+                arrived.set()
+                assert goes_on.wait(WAIT_S)
+
         async with serving(model_path) as replicas:
-            slow = in_thread(model_path, make_core(model_path, step_s=0.1))
+            held = make_replica(model_path, wrap=lambda r: SteppedRunner(r, before=hold)).core
+            slow = in_thread(model_path, held)
             other = in_thread(model_path, make_core(model_path, NEW))
             await asyncio.gather(slow.start(), other.start())
             await replicas._updates.put_client(0, slow).drain(0.0)
             await replicas.drain_replica(1)
             begun = begin(replicas, "begun", 12)
-            await until(lambda: begun.token_ids)
+            await until(lambda: arrived.is_set() and len(begun.token_ids) == 2)
             replicas.return_replica(1)
             moving = asyncio.create_task(replicas.migrate(begun.request.request_id, 1))
             await until(lambda: replicas._moves._step_waiters[0])
             old = replicas._updates.put_client(1, other)
+            goes_on.set()
             assert not await moving
             await until(lambda: begun.ends)
             assert begun.is_right
@@ -427,11 +459,13 @@ def test_new_weights_that_do_not_work_are_rolled_back_and_no_request_is_lost(
 
 
 def test_weights_whose_engine_dies_in_its_place_are_rolled_back(model_path: Path) -> None:
+    pace = Pace(SLOW_S)
+
     def make_new(index: int) -> EngineClient:
-        return losable(model_path, lambda: make_core(model_path, NEW))
+        return losable(model_path, lambda: make_core(model_path, NEW, pace=pace))
 
     async def main() -> None:
-        async with serving(model_path, make_new) as replicas:
+        async with serving(model_path, make_new, pace=pace) as replicas:
             long = [begin(replicas, f"long {number}", 150) for number in range(2)]
             await until(lambda: all(one.token_ids for one in long))
             updating = asyncio.create_task(update(replicas))
@@ -439,6 +473,7 @@ def test_weights_whose_engine_dies_in_its_place_are_rolled_back(model_path: Path
             late = [begin(replicas, f"late {number}", 40) for number in range(4)]
             await until(lambda: all(one.token_ids for one in late))
             lose(replicas, 0)
+            pace.step_s = 0.0
             progress = await updating
             assert re.match(r"replica 1: the engine of replica 0, which has the new weights, died.*old weights", progress.error)
             await until(lambda: all(one.ends for one in (*long, *late)))

@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -312,12 +313,14 @@ def test_adapters_come_and_go_under_load_and_every_request_ends_once(server: Run
 
     with ThreadPoolExecutor(5) as pool:
         changes = pool.submit(change)
-        names = ["ann", "ben", server.engine.model.name] * 10
-        statuses = list(pool.map(lambda name: ask(server.url, name).status_code, names))
+        names, statuses = ["ann", "ben", server.engine.model.name] * 10, list[int]()
+        give_up_s = time.monotonic() + 300
+        while 200 not in statuses[0::3] and time.monotonic() < give_up_s:  # it may be away whenever it is asked for
+            statuses += pool.map(lambda name: ask(server.url, name).status_code, names)
         stop.set()
         changes.result(300)
     assert set(statuses) <= {200, 400, 404}
-    assert statuses[2::3] == [200] * 10
+    assert set(statuses[2::3]) == {200}
     assert 200 in statuses[0::3]
 
 

@@ -9,6 +9,7 @@ import pytest
 from cloister import LLM, AsyncLLM, CloisterError, SamplingParams
 from cloister.types.events import Ended, Progressed
 from cloister.types.request import FinishReason
+from tests.slow_engine import slow_down
 
 PROMPTS = ["The CREATE INDEX command", "A decorator is a function that", "import"]
 GREEDY = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True)
@@ -69,7 +70,9 @@ async def until(condition):
             await asyncio.sleep(0.005)
 
 
-def test_a_cancelled_task_gives_its_requests_up():
+def test_a_cancelled_task_gives_its_requests_up(monkeypatch):
+    slow_down(monkeypatch)
+
     async def ask(llm):
         tokens, ends = watch(llm)
         task = asyncio.create_task(llm.generate(PROMPTS, ENDLESS))
@@ -83,7 +86,9 @@ def test_a_cancelled_task_gives_its_requests_up():
     assert run(ask) == ([FinishReason.ABORT] * len(PROMPTS), FinishReason.LENGTH)
 
 
-def test_a_stream_that_is_closed_early_gives_its_request_up():
+def test_a_stream_that_is_closed_early_gives_its_request_up(monkeypatch):
+    slow_down(monkeypatch)
+
     async def ask(llm):
         _, ends = watch(llm)
         stream = llm.stream(PROMPTS[0], ENDLESS)
@@ -95,7 +100,9 @@ def test_a_stream_that_is_closed_early_gives_its_request_up():
     assert run(ask) == [FinishReason.ABORT]
 
 
-def test_one_prompt_that_cannot_run_gives_the_others_up():
+def test_one_prompt_that_cannot_run_gives_the_others_up(monkeypatch):
+    slow_down(monkeypatch)
+
     async def ask(llm):
         _, ends = watch(llm)
         with pytest.raises(CloisterError, match="9000 tokens"):
@@ -106,7 +113,9 @@ def test_one_prompt_that_cannot_run_gives_the_others_up():
     assert run(ask) == {FinishReason.REJECTED, FinishReason.ABORT}
 
 
-def test_closing_ends_what_runs_within_its_deadline():
+def test_closing_ends_what_runs_within_its_deadline(monkeypatch):
+    slow_down(monkeypatch)
+
     async def main():
         llm = AsyncLLM("cloister-5m", num_threads=1)
         await llm.start()

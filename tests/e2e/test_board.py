@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
+from typing import Any
 
 import httpx
 import pytest
@@ -88,23 +89,26 @@ def test_no_line_leaves_its_plot_however_late_a_token_is(board, server):
     assert float(re.findall(r"p90 [\d.]+ s, at most ([\d.]+) s", label)[0]) <= top_s
 
 
-def let_pass(server: RunningServer, passed_s: float) -> None:
-    """Sets the clock of the server's history forward."""
+def history_of(server: RunningServer) -> Any:
+    """What has the clock of the server's past."""
     assert isinstance(server.engine, ScriptedEngine)
     (history,) = {
         observe.__self__.before_change.__self__
         for observe in server.engine._requests._listeners
         if isinstance(observe.__self__, Metrics)
     }
-    clock = history._clock
-    history._clock = lambda: clock() + passed_s
+    return history
 
 
 def test_a_page_that_is_opened_now_shows_what_happened_before(board, server):
+    history = history_of(server)
+    clock = history._clock
+    begun_s = clock()
     for minute in range(12):
-        let_pass(server, 60.0)
+        history._clock = lambda passed_s=60.0 * (minute + 1): begun_s + passed_s  # no minute ends among what happens in it
         for number in range(10 if minute == 6 else 1):
             tell(server, *life(f"past{minute}.{number}", gap_s=0.1))
+    history._clock = lambda: clock() + 60.0 * 12
     board.driver.refresh()
     board.find(".card")
     board.click(".ranges button:nth-child(2)")

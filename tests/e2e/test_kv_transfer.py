@@ -320,7 +320,7 @@ async def check_copies(cluster: ReplicaSet) -> None:
     answers: dict[str, list[int]] = {f"hot {number}": [] for number in range(7)}
     tasks = []
     for name, answer in answers.items():  # as many as the router leaves to the replica that has it
-        sampling = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=1000, temperature=0.0, ignore_eos=True)  # they run for as long as the test does
         request = Request(request_id=name, token_ids=hot, sampling=sampling)
         cluster._copies.note(request, cluster._replicas.index(owner))  # type: ignore[union-attr]
         owner.submit(request, lambda output, answer=answer: answer.extend(output.token_ids))

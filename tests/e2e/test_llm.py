@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from cloister import LLM, CloisterError, Grammar, GrammarKind, SamplingParams
+from cloister.scheduler import Scheduler
 from cloister.types.events import Preempted, Scheduled
 from tests.arrivals import hold_steps_until
+from tests.slow_engine import slow_down
 
 PROMPTS = [
     "The CREATE INDEX command",
@@ -115,14 +117,30 @@ def test_sequences_of_one_request_differ_and_compute_the_prompt_once(llm):
     assert sum(isinstance(event, Scheduled) for event in events) == 1
 
 
-def test_a_stream_shows_token_by_token_and_adds_up_to_the_answer(llm, alone):
-    outputs = list(llm.stream(PROMPTS[0], GREEDY))
+def test_a_stream_shows_token_by_token_and_adds_up_to_the_answer(llm, alone, monkeypatch):
+    step_when_read, outputs = wait_for_reader(monkeypatch), []
+    for output in llm.stream(PROMPTS[0], GREEDY):
+        outputs.append(output)
+        step_when_read.release()
     assert [len(output.token_ids) for output in outputs] == [1] * 24
     assert [token for output in outputs for token in output.token_ids] == alone[0][0]
     assert outputs[-1].finish_reason == "length"
 
 
-def test_a_stream_that_is_closed_early_gives_its_blocks_back(llm):
+def wait_for_reader(monkeypatch):
+    """Has engines make one step more for each release: outputs that their reader is too slow for become one."""
+    may_step, plan = threading.Semaphore(), Scheduler.plan
+
+    def plan_when_read(scheduler, now):
+        assert not scheduler.requests or may_step.acquire(timeout=300)
+        return plan(scheduler, now)
+
+    monkeypatch.setattr(Scheduler, "plan", plan_when_read)
+    return may_step
+
+
+def test_a_stream_that_is_closed_early_gives_its_blocks_back(llm, monkeypatch):
+    slow_down(monkeypatch)
     events = []
     llm.subscribe(events.append)
     stream = llm.stream(PROMPTS[0], SamplingParams(max_tokens=2000, ignore_eos=True))

@@ -196,7 +196,7 @@ def test_answers_are_whole_and_the_same_though_the_engine_is_killed_while_they_a
 
 
 def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
-    running = ServeProcess("--max-num-seqs", "4", "--num-threads", "1")
+    running = ServeProcess("--max-num-seqs", "4", "--num-threads", "1", module=SLOW)
     body = {"model": MODEL, "prompt": "unmistakeable-marker-words", "max_tokens": 150, "ignore_eos": True, "stream": True}
     with httpx.stream("POST", f"{running.url}/v1/completions", json=body, timeout=300) as reply:
         lines = reply.iter_lines()
@@ -207,6 +207,7 @@ def test_a_drained_server_ends_what_runs_and_prints_nothing_that_was_sent():
     assert json.loads(rest[-2].removeprefix("data: "))["choices"][0]["finish_reason"] == "length"
     status, printed = running.wait()
     assert status == 0
+    assert "stopping: 1 request" in printed
     assert "unmistakeable" not in printed
 
 
@@ -266,7 +267,7 @@ def test_two_replicas_answer_as_one_engine_does_though_one_is_killed(client):
     wanted = {"model": MODEL, "prompt": [[300 + number] * 30 for number in range(6)], "max_tokens": 300, "temperature": 0}
     wanted["extra_body"] = {"ignore_eos": True}
     whole = [choice.text for choice in client.completions.create(**wanted).choices]
-    replicated = ServeProcess("--replicas", "2", "--num-threads", "1")
+    replicated = ServeProcess("--replicas", "2", "--num-threads", "1", module=SLOW)
     try:
         assert any(line.startswith("2 replicas, router least_load") for line in replicated.lines)
         killed, texts = replicated.engine_pid, defaultdict(str)
@@ -278,6 +279,7 @@ def test_two_replicas_answer_as_one_engine_does_though_one_is_killed(client):
                     os.kill(killed, signal.SIGKILL)
                     killed = None
         assert [texts[number] for number in range(6)] == whole
+        assert replicated.metric("num_resumes_total") > 0
         assert replicated.metric("replica_routed_total") >= 6
         replicated.wait_until(lambda: replicated.metric("replica_up") == 2)
         assert replicated.is_well()

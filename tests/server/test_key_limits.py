@@ -54,7 +54,7 @@ def test_a_request_too_many_in_a_minute_is_refused_and_reading_is_free(model_pat
         first = complete(client)
         assert first.headers["x-ratelimit-limit-requests"] == "2"
         assert first.headers["x-ratelimit-remaining-requests"] == "1"
-        assert first.headers["x-ratelimit-reset-requests"] == "1m0s"
+        assert first.headers["x-ratelimit-reset-requests"] in ("1m0s", *(f"{left_s}s" for left_s in range(1, 60)))
         assert complete(client, temperature=9).status_code == 400
         for _ in range(3):
             assert client.get("/v1/models").status_code == 200

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import threading
 import time
@@ -212,18 +213,18 @@ def trickle(server: RunningServer, first: bytes, more: bytes, *, every_s: float)
     said = b""
     with socket.create_connection((host, int(port)), timeout=300) as connection:
         connection.sendall(first)
-        connection.settimeout(every_s)
         while True:
             assert time.monotonic() < deadline, "the server waits"
             try:
+                if not select.select([connection], [], [], every_s)[0]:
+                    connection.sendall(more)
+                    continue
                 part = connection.recv(65536)
-                if not part:
-                    break
-                said += part
-            except TimeoutError:
-                connection.sendall(more)
-            except ConnectionResetError:
+            except (BrokenPipeError, ConnectionResetError):
                 break
+            if not part:
+                break
+            said += part
     return said
 
 
@@ -317,11 +318,12 @@ def test_a_prompt_that_takes_too_long_to_read_is_given_up(model_path, engine, mo
 
 
 def test_reading_a_prompt_does_not_hold_others_up(model_path, engine, monkeypatch):
-    read = threading.Event()
-    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: read.wait(3600) and [1])
+    begun, read = threading.Event(), threading.Event()
+    monkeypatch.setattr("cloister.text.Tokenizer.encode", lambda *_, **__: begun.set() or (read.wait(3600) and [1]))
     with serving_script(model_path, engine) as server:
         slow = threading.Thread(target=lambda: httpx.post(f"{server.url}/v1/completions", json=BODY | {"logit_bias": {"1": 1}}))
         slow.start()
+        assert begun.wait(300)
         assert httpx.get(f"{server.url}/health", timeout=300).status_code == 200
         read.set()
         slow.join(300)

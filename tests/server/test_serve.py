@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 import signal
 import socket
 import subprocess
@@ -78,7 +79,7 @@ def test_a_signal_lets_running_requests_end_and_exits_with_0(model_path, number)
         assert asking.reply.json()["usage"]["completion_tokens"] == 100
         with pytest.raises(httpx.ConnectError):
             httpx.get(f"{url}/health")
-        assert running.stdout.read() == "stopping: 1 request, up to 120 s; Ctrl-C again ends it now\n"
+        assert is_said_to_stop(running.stdout.read(), 120)
 
 
 def test_a_second_ctrl_c_ends_a_server_at_once_with_130(model_path):
@@ -87,10 +88,16 @@ def test_a_second_ctrl_c_ends_a_server_at_once_with_130(model_path):
         asking = Asking(url, stream=True, max_tokens=200)
         wait_until_running(url)
         running.send_signal(signal.SIGINT)
-        assert running.stdout.readline() == "stopping: 1 request, up to 60 s; Ctrl-C again ends it now\n"
+        assert is_said_to_stop(running.stdout.readline(), 60)
         running.send_signal(signal.SIGINT)
         assert running.wait(300) == 130, "it waited until the request had ended"
         asking.join(300)
+
+
+def is_said_to_stop(printed, drain_s):
+    """The server may not have closed the request for metrics yet that said that the other one runs."""
+    words = rf"stopping: (1 request|2 requests), up to {drain_s} s; Ctrl-C again ends it now\n"
+    return re.fullmatch(words, printed) is not None
 
 
 @pytest.mark.parametrize("stream", thin([True, False], 1))

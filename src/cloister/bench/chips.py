@@ -19,7 +19,7 @@ FORMATS: Mapping[str, int] = {"int8": 8, "float8": 8, "bfloat16": 16, "float16":
 _WORD = re.compile(r"[a-z0-9]+")
 
 HERE = "here"
-"""The name that stands for this machine, measured (`kernels`)."""
+"""Name of this machine, whose figures are measured (`kernels`)."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""Runs requests at their arrival times: on an engine in the calling thread, to measure it alone, or on a client of engines."""
+"""Runs requests at their arrival times: on an engine in the calling thread, or through a client of engines."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def make_requests(items: Iterable[WorkItem], prefix: str = "bench") -> list[Time
 
 
 def drive(engine: EngineCore, requests: Sequence[Timed], *, listeners: Sequence[Listener] = ()) -> Drive:
-    """Submits every request when it is due, and runs steps until all have ended, including those that listeners submitted.
+    """Submits every request when it is due, and runs steps until all have ended, including requests submitted by listeners.
 
     Args:
         listeners: called with every event as it happens.
@@ -84,7 +84,7 @@ def drive(engine: EngineCore, requests: Sequence[Timed], *, listeners: Sequence[
 
 
 def _settle(engine: EngineCore, run: Drive, listeners: Sequence[Listener]) -> None:
-    """Lets the engine wipe residue of the last requests, so that runs do not pay for each other."""
+    """Runs steps until the engine has wiped the residue of the last requests, which would otherwise slow down the next run."""
     while (outputs := engine.step()) is not None:
         _take(outputs, run, listeners)
 
@@ -120,14 +120,14 @@ class _Answer:
 async def drive_client(
     client: RequestClient, requests: Sequence[Timed], *, on_end: Callable[[], None] = lambda: None, late_s: float = 0.0
 ) -> list[RequestRecord]:
-    """Submits every request when it is due, whatever has become of the others (open loop), and returns what their sender saw.
+    """Submits every request when it is due, regardless of the others (open loop), and returns the records of their sender.
 
     Times are of the running event loop, real or virtual.
 
     Args:
         on_end: called when a request has ended.
-        late_s: each is submitted so much later than it is due. Timers of a real loop run out late by themselves (asyncio's are
-            rounded up to milliseconds), those of a virtual one do not.
+        late_s: delay of each submission. Timers of a real loop are late by themselves (asyncio rounds them up to milliseconds),
+            those of a virtual loop are not.
     """
     loop = asyncio.get_running_loop()
     start_s = loop.time()

@@ -41,7 +41,7 @@ class KernelRate:
 
     Attributes:
         seconds: measured: time in which any thread ran it, median over the repeats.
-        num_flops, num_bytes: its operations, and the weights and KV that it moves; activations stay in caches.
+        num_flops, num_bytes: its operations, and bytes of weights and KV that it moves; activations stay in caches.
         roof_s: lower bound on the chip; None if nothing is counted.
     """
 

@@ -1,4 +1,4 @@
-"""How well placements of replicas answer a workload, predicted in virtual time (`cluster.virtual.placement`)."""
+"""Predicts in virtual time how well placements of replicas serve a workload (`cluster.virtual.placement`)."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cloister.cluster.virtual.prediction import running_cluster
 from cloister.text import Tokenizer
 
 VOCAB_SIZE: Final = 256
-"""Tokens of prompts in a virtual cluster are below this."""
+"""Upper bound of token ids in prompts of a virtual cluster."""
 
 
 def predict(
@@ -31,12 +31,12 @@ def predict(
     num_warmup: int = 2,
     seed: int = 0,
 ) -> Summary:
-    """Runs a workload on a virtual cluster. Every token of a prompt is below VOCAB_SIZE.
+    """Runs a workload on a virtual cluster. Token ids of prompts must be below `VOCAB_SIZE`.
 
     Args:
-        router: its name.
-        num_warmup: requests before, from which routers learn what steps take.
-        seed: of what the router draws.
+        router: name of the router.
+        num_warmup: earlier requests, from which the router learns step times.
+        seed: seed of the router's random choices.
     """
 
     warm_up = [
@@ -54,7 +54,7 @@ def predict(
 
 
 def rank(predicted: Sequence[tuple[ReplicaPlacement, Summary]]) -> list[tuple[ReplicaPlacement, Summary]]:
-    """Returns placements, by falling goodput; of those equal to 0.01 a second first the one whose requests end sooner."""
+    """Returns placements by descending goodput, rounded to 0.01 requests/s; ties go to the one whose requests end sooner."""
 
     def key(pair: tuple[ReplicaPlacement, Summary]) -> tuple[float, float]:
         summary = pair[1]

@@ -42,7 +42,7 @@ class ArrivalsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ObjectiveConfig:
-    """The service-level objective. With no limit set, a request is good within 1.5x of its time alone."""
+    """The service-level objective. Without limits, a request meets it within 1.5 times its time alone."""
 
     slo_ttft_ms: float | None = setting(None, "Limit on the time to first token.", low=0)
     slo_tbt_ms: float | None = setting(None, "Limit on a request's 99th percentile time between tokens.", low=0)

@@ -1,4 +1,4 @@
-"""How fast a directory, or memory, can be read: what a KV tier there can do at most (`cloister bench io`)."""
+"""Measures how fast a directory, or memory, can be read: the upper bound for a KV tier there (`cloister bench io`)."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from cloister.types.errors import ConfigError
 BLOCKS: Final = (16 * 2**10, 64 * 2**10, 256 * 2**10, 2**20, 4 * 2**20)
 DEPTHS: Final = (1, 2, 4, 8)
 CACHED: Final = "pread, cached"
-"""Name of reads of what is in the page cache."""
+"""Name of reads from the page cache."""
 LARGEST_SHARE: Final = 0.9
-"""No more of what is free is written."""
+"""Largest share of the free space that is written."""
 CELL_S: Final = 0.25
 _SYNC_BYTES: Final = 8 * 2**20
 _WRITE_BYTES: Final = 2**20
@@ -38,16 +38,16 @@ _WRITE_BYTES: Final = 2**20
 
 @dataclass(frozen=True, slots=True)
 class StorageReport:
-    """What was measured.
+    """The results of a measurement.
 
     Attributes:
-        num_bytes: of the file; less than asked for where writing takes long.
-        write_bytes_s: writes of 1 MiB, one after another, until they are on the disk.
-        rates: reads of what is not in the page cache.
-        cached_rates: reads of what is; empty for memory.
-        left_out: read engines that this file system does not have.
-        recommended: the pattern for a tier; None if nothing was measured in time.
-        is_complete: whether there was time for everything.
+        num_bytes: size of the file; less than requested if writing is slow.
+        write_bytes_s: rate of sequential writes of 1 MiB, including the sync to disk.
+        rates: rates of reads that miss the page cache.
+        cached_rates: rates of reads that hit it; empty for memory.
+        left_out: read engines that this file system does not support.
+        recommended: the read pattern for a tier; None if nothing was measured in time.
+        is_complete: whether everything was measured within the time limit.
     """
 
     num_bytes: int
@@ -60,14 +60,14 @@ class StorageReport:
 
 
 def count_cells(*, is_memory: bool) -> int:
-    """Returns how many steps `measure_storage` reports: one for writing, and one for each pattern."""
+    """Returns the number of progress steps of `measure_storage`: one for writing, and one for each pattern."""
     return 1 + len(_patterns(is_memory=is_memory)) + (0 if is_memory else len(_cached_patterns()))
 
 
 def measure_storage(
     directory: Path | None, num_bytes: int, *, timeout_s: float, on_progress: Callable[[], None] = lambda: None
 ) -> StorageReport:
-    """Measures a directory; None: memory. Its file has no name: nothing is left of it, also if the process is killed.
+    """Measures a directory, or memory for None. The file has no name, so it vanishes even if the process is killed.
 
     Raises:
         ConfigError: the directory cannot be used, is full, or does not answer in time.
@@ -153,7 +153,7 @@ def _check_room(num_bytes: int, free_bytes: int) -> None:
 
 
 def _fill(fd: int, num_bytes: int, until_s: float) -> int:
-    """Writes up to so many bytes that no disk can compress, as far as there is time; returns how many."""
+    """Writes up to `num_bytes` incompressible bytes until the deadline; returns how many were written."""
     content = os.urandom(_SYNC_BYTES)
     done = 0
     while done < num_bytes and (time.monotonic() < until_s or not done):
@@ -174,7 +174,7 @@ def _fill_page_cache(fd: int, num_bytes: int, deadline_s: float) -> None:
 
 
 def _explain(directory: Path | None, num_bytes: int, error: OSError) -> str:
-    """Returns what happened and what to do."""
+    """Returns an error message: what happened, and what to do."""
     size = f"{num_bytes / 2**20:.0f} MiB"
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.ENOMEM):
         where = "memory" if directory is None else directory

@@ -26,7 +26,7 @@ DEFAULT_VOCAB_SIZE = 2048
 
 
 PREFIX_PART = 16
-"""Tokens that a prefix of prompts shares or does not."""
+"""Granularity in tokens at which prompts are compared for shared prefixes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,9 +58,9 @@ class Workload:
     num_skipped: int = 0
 
     def count_repeated(self) -> float:
-        """Returns the share of the prompts, from 0 to 1, that a prefix cache finds that was empty before the first of them.
+        """Returns the share of prompt tokens, 0 to 1, that an initially empty prefix cache would find.
 
-        Of text the share of its characters, as if each were a token.
+        For text it is the share of characters, as if each were a token.
         """
         seen: set[int] = set()
         num_repeated = num_all = 0

@@ -1,4 +1,4 @@
-"""The command line. It imports nothing before it has started what can run meanwhile: see `main`."""
+"""The command line. `main` starts the engines' template before it imports anything else, so that both load in parallel."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ UNFORKED: Final = frozenset(
         *("private", "paranoid"),
     )
 )
-"""Arguments of `serve` with which no engine is likely to be a fork of a template. A file of settings may say so as well: then
-a template has been started for nothing."""
+"""Arguments of `serve` with which engines are most likely not forked from a template. A settings file can have the same effect
+but is not read yet; the template is then started in vain."""
 
 
 def __getattr__(name: str) -> object:
@@ -41,9 +41,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """
     try:
         _run(arguments, sys.argv[1:] if arguments is None else arguments)
-    except KeyboardInterrupt:  # while it is imported, or its template is started
+    except KeyboardInterrupt:  # during imports, or while the template starts
         sys.exit(130)
-    except (MemoryError, ImportError) as error:  # while it is imported
+    except (MemoryError, ImportError) as error:  # during imports
         from cloister.types.errors import OUT_OF_MEMORY, lacks_memory
 
         if not lacks_memory(error):
@@ -59,7 +59,7 @@ def _run(arguments: Sequence[str] | None, given: Sequence[str]) -> None:
         return
     from cloister.engine.spawning import discard_early_template, start_early_template
 
-    gc.disable()  # until the server runs: imports leave hardly any garbage, and searches for it take a quarter of their time
+    gc.disable()  # until the server runs: imports leave hardly any garbage, and collections take a quarter of the import time
     try:
         start_early_template(PRELOADED)
 
@@ -72,9 +72,9 @@ def _run(arguments: Sequence[str] | None, given: Sequence[str]) -> None:
 
 
 def forks_engines(arguments: Sequence[str]) -> bool:
-    """Whether a command with these arguments is a server whose engines will be forks of a template, as far as they say."""
+    """Whether these arguments start a server whose engines are forked from a template, judged by the arguments alone."""
     if sys.platform != "linux" or list(arguments[:1]) != ["serve"]:
         return False
-    # a sealed process, which has loaded this, executes nothing
+    # a sealed process has loaded `trust.hardening`, and may not execute a program
     words = (word for argument in arguments for word in argument.split("=", 1))
     return UNFORKED.isdisjoint(words) and "cloister.trust.hardening" not in sys.modules

@@ -53,7 +53,7 @@ Batch = Annotated[int, typer.Option(help="Sequences at once.", min=1)]
 Output = Annotated[Path | None, typer.Option(help="Folder for the figures as HTML, JSON and PNG.", metavar="DIR")]
 
 STALE_SHARE = 0.1
-"""Share of the prompt tokens that a server may have had in its cache before a run."""
+"""Share of cached prompt tokens, beyond the workload's own repetitions, above which a warning is printed."""
 _WIDTHS = {"float32": 32.0, "bfloat16": 16.0, "int8": 8.0, "int4": 4.0, "kivi2": 3.0}
 _TYPICAL_INPUTS = 4096  # number of inputs over which a scale per output is spread
 
@@ -297,7 +297,7 @@ def serve(settings: GivenSettings, output: Output = None, as_json: AsJson = Fals
 
 
 def _warn_of_earlier_runs(measurement: Measurement, workload: Workload, seed: int) -> None:
-    """Says if the server found more in its cache than the workload itself repeats."""
+    """Warns if the server found more in its cache than the workload itself repeats."""
     cached = measurement.summary.num_cached_tokens / max(1, measurement.summary.num_input_tokens)
     repeated = workload.count_repeated()
     if cached > repeated + STALE_SHARE:

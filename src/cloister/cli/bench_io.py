@@ -1,4 +1,4 @@
-"""`cloister bench io`: what a directory, or memory, can do for a KV tier."""
+"""`cloister bench io`: read performance of a directory, or of memory, for a KV tier."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def io(
     """Measure how fast a directory can be read: bandwidth and latency by call, block size and depth, and what suits a KV tier.
 
     Reads are in random order and in threads: through the page cache (pread), past it (direct, O_DIRECT; io_uring, in 8 parts
-    each), and of a map (mmap). The page cache is empty but where the table says otherwise. A tier measures the same in short
+    each), and of a map (mmap). The page cache is empty unless the table says otherwise. A tier runs a shorter measurement
     when it starts.
     """
     from cloister.bench.storage import count_cells, measure_storage

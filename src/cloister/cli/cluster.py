@@ -1,5 +1,5 @@
-"""`cloister cluster`: starts replicas, shows and drains those of a server that runs, and searches for faults that several
-replicas do not survive."""
+"""`cloister cluster`: shows, updates and drains the replicas of a running server, and searches for faults that clusters do not
+survive."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ BROKEN: Final = 1
 LOCAL_URL: Final = "http://127.0.0.1:8000"
 TIMEOUT_S: Final = 10.0
 DRAIN_TIMEOUT_S: Final = 75.0
-"""A server gives up a drain after a minute."""
+"""Longer than the server's own limit of a minute for a drain."""
 UPDATE_TIMEOUT_S: Final = 900.0
-"""Longest update of one replica: a server gives up its start after ten minutes."""
+"""Longest update of one replica. The server's own limit for the start of an engine is ten minutes."""
 UPDATE_POLL_S: Final = 0.2
 CHECK_TIMEOUT_S: Final = 45.0
-"""A server reads the tokenizer of other weights before it replies."""
+"""Longest wait for the reply to an update: the server first reads the tokenizer of the new weights."""
 NOT_DRAINED: Final = ("stalled", "suspicious", "slow", "standby", "idle", "running")
-"""States that are shown only of a replica that is not drained."""
+"""States that are shown only if the replica is not drained."""
 SEEDS: Final = "0..1000"
 _SEEDS: Final = re.compile(r"(\d+)\.\.(\d+)")
 
@@ -125,7 +125,7 @@ def update(
         ),
     ] = None,
 ) -> None:
-    """Give every replica a new engine, one after another, which starts from what is installed now. No request is lost."""
+    """Replace the engine of every replica, one after another, by one of the version installed now. No request is lost."""
     if model is None:
         found = _ask("POST", url, "/v1/replicas/update", api_key_file)
     else:
@@ -140,7 +140,7 @@ def update(
 
 
 def describe_unfinished(found: Mapping[str, Any]) -> str:
-    """Returns what a report says of an update that is not done: how far it came, and why."""
+    """Returns how far an unfinished update came, and why it stopped, from its report."""
     why = found["error"] or "it has not ended; `cloister cluster status` shows how far it is"
     if not found["num_updated"]:
         return f"no replica has a new engine: {why}"
@@ -148,7 +148,7 @@ def describe_unfinished(found: Mapping[str, Any]) -> str:
 
 
 def _follow_update(found: dict[str, Any], url: str, api_key_file: Path | None) -> dict[str, Any]:
-    """Says what changes; returns the update's last report."""
+    """Prints the progress of an update until it ends; returns its last report."""
     give_up_s = time.monotonic() + found["num_replicas"] * UPDATE_TIMEOUT_S
     seen = 0, "running"
     while found["state"] in ("running", "rolling_back") and time.monotonic() < give_up_s:
@@ -197,8 +197,8 @@ def _ask(
     """Returns the reply of a server.
 
     Raises:
-        ConfigError: no server answers there, its certificate is not trusted, or it wants a key, or it is a sealed node.
-        CloisterError: it refuses; the message is the server's.
+        ConfigError: no server answers, its certificate is not trusted, it requires a key, or it is a sealed node.
+        CloisterError: the server refuses; the message is its own.
     """
     import httpx
 
@@ -212,7 +212,7 @@ def _ask(
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
     try:
         reply = httpx.request(method, address + path, headers=headers, timeout=timeout_s, json=body)
-    except (httpx.ReadTimeout, httpx.WriteTimeout):  # of a connection that was accepted: a server is there
+    except (httpx.ReadTimeout, httpx.WriteTimeout):  # the connection was accepted, so a server is there
         raise CloisterError(
             f"the server at {url} did not answer within {timeout_s:g} s; it may be busy, so try again in a moment"
         ) from None
@@ -228,7 +228,7 @@ def _ask(
         answer: dict[str, Any] = reply.json()
         if reply.is_success:
             return answer
-        if reply.headers.get("content-type") == PROBLEM_MEDIA_TYPE:  # no path of a server that is not sealed answers so
+        if reply.headers.get("content-type") == PROBLEM_MEDIA_TYPE:  # only a sealed node replies with this type
             raise ConfigError(
                 f"{url} is a sealed node, or its gateway or relay; these have no operator's interface, so nobody can list "
                 "or drain their engines. GET /health and GET /metrics of the node show how each engine is",
@@ -280,7 +280,7 @@ def fuzz(
         raise ConfigError("a scenario file contains its seed; leave --seeds out", param="seeds")
     if scenario is None:
         check_folder(output)
-    logging.disable(logging.CRITICAL)  # engines die by the thousand
+    logging.disable(logging.CRITICAL)  # thousands of engines are killed, and each would log it
     try:
         if scenario is not None and on != "virtual":
             _run_on_processes(scenario, on, model, skip_impossible)
@@ -332,7 +332,7 @@ def _list_faults(faults: Mapping[str, int]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class _SeedSearch:
-    """How one kind of scenario is drawn, run and made small."""
+    """Functions that draw, run, replay and shrink one kind of scenario."""
 
     draw: Callable[[int], Any]
     run_seed: Callable[[int], RunOutcome]

@@ -54,7 +54,7 @@ VERBS: Final[Mapping[str, str]] = {
 """Verb (also its module here, unless one precedes a colon) -> function in the module, or group of verbs."""
 
 ALIASES: Final[Mapping[str, str]] = {"models": "list"}
-"""Verb -> the one that it is another name of."""
+"""Alias -> verb."""
 
 
 class _Verbs(VerbGroup):

@@ -23,9 +23,9 @@ REPORT_S: Final = 30.0
 MOST_COLUMNS: Final = 10_000
 """Width of a table in a file, at most."""
 LONG_WORD: Final = 20
-"""A longer word is no figure, but a path or the like, and may be cut."""
+"""A longer word is a path or the like rather than a figure, and may be cut."""
 BESIDE_A_CELL: Final = 3
-"""Columns that a cell's padding and line take."""
+"""Columns taken by a cell's padding and border."""
 
 out = Console()
 err = Console(stderr=True)
@@ -55,8 +55,8 @@ def print_json(value: object) -> None:
 def print_table(title: str, headers: Sequence[str], rows: Sequence[Sequence[object]], console: Console | None = None) -> None:
     """Prints a table on standard output, or on another console; the first column is left-aligned, the others right-aligned.
 
-    No figure is cut: a file or a pipe gets rows as long as they are, and a terminal that is too narrow for them several tables,
-    each with the first column.
+    No figure is cut: in a file or a pipe, rows are as long as they need to be; on a narrow terminal the columns are split over
+    several tables, each of which repeats the first column.
     """
     where = console or out
     if not where.is_terminal:
@@ -133,10 +133,10 @@ def make_progress() -> LineProgress:
 
 @contextmanager
 def writing_to(place: Path) -> Iterator[None]:
-    """Names the place in the error of a disk that is full.
+    """Turns the error of a full disk into one that names the place.
 
     Raises:
-        ConfigError: it is.
+        ConfigError: the disk is full.
     """
     try:
         yield

@@ -88,14 +88,14 @@ def examine(port: int, model: str | None, hub: bool) -> Iterator[Check]:
         opened = check_model(name)
         yield opened
         yield check_memory(name if opened.good else None)
-    yield check_torch(chosen == "torch")  # after the memory, of which it takes much in this process
+    yield check_torch(chosen == "torch")  # after the memory check: importing torch takes much memory in this process
     yield check_cache()
     if hub:
         yield check_hub()
 
 
 def _describe_memory() -> str:
-    """States the available memory, where it suffices to find that out."""
+    """Describes the available memory. There may be too little even to measure it."""
     try:
         from cloister.engine.machine import read_machine
 

@@ -142,7 +142,7 @@ def _open_log(directory: Path, key_file: Path, trust_file: Path, store: SpendSto
     """Opens the log of a gateway whose spend store has seen its newest epoch.
 
     Raises:
-        ConfigError: it has not, and `accepted` is not the number of that epoch.
+        ConfigError: the store has not seen it, and `accepted` is not the number of that epoch.
     """
     from cloister.trust.tokens import check_epoch
     from cloister.trust.transparency.files import read_key

@@ -48,9 +48,9 @@ def issuer(
     """Issue tokens to holders of API keys, without being able to trace them.
 
     Keys sign for seven days. --show-keys prints the public ones as JSON: `token_key` as in the epoch file, the period in which
-    it signs, when its tokens expire, their budget, and the signature of --key. With --out they replace a file, but only if
-    there are some: `> FILE` empties it first. Clients buy through the relay, sealed to a key that only this process has: run a
-    single one.
+    it signs, when its tokens expire, their budget, and the signature of --key. --out replaces a file
+    only when there are keys to write, whereas `> FILE` empties it first. Clients buy through the relay, sealed to a key that
+    only this process has, so run a single issuer.
     """
     from cloister.engine.machine import read_machine
     from cloister.policy import read_credentials

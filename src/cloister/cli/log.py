@@ -25,7 +25,7 @@ LogKey = Annotated[str, typer.Option("--log", help="The log's verifier key.", me
 Releases = Annotated[list[str], typer.Option("--release", help="A verifier key that is trusted for releases.", metavar="KEY")]
 
 _COLUMNS = ("index", "kind", "number")
-"""Of `show`, for every kind of entry; what only some kinds have is in one column after them."""
+"""Columns of `show` that every kind of entry has. Fields of single kinds share one more column, `details`."""
 
 
 class KeyRole(StrEnum):
@@ -131,7 +131,7 @@ def show(
         return
     lines = [(*_COLUMNS, "details"), *map(_line_of, rows)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    for line in lines:  # plain text, as digests are to be copied and searched whatever the width of the terminal
+    for line in lines:  # no table: digests must stay whole on a narrow terminal, to be copied and searched
         typer.echo("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip())
 
 

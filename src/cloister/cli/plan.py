@@ -1,4 +1,4 @@
-"""`cloister plan`: what to set up for a load, predicted in virtual time."""
+"""`cloister plan`: recommends a deployment for a load, predicted in virtual time."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from cloister.bench.report import Spread
     from cloister.cluster.virtual.placement import ReplicaPlacement, StepProfile
 
-TOLD_AFTER_S: Final = 2.0
-"""After so long the time that is left is known well enough to be said."""
+ESTIMATE_AFTER_S: Final = 2.0
+"""Running time after which the remaining time can be estimated."""
 LONG_S: Final = 5.0
 
 app = typer.Typer(help="Choose the roles of replicas for a load, predicted in virtual time.", no_args_is_help=True)
@@ -106,14 +106,14 @@ def placement(
 
 
 def _show_progress(placements: Sequence[ReplicaPlacement]) -> Iterator[ReplicaPlacement]:
-    """Yields placements beside a bar; without a terminal a line says how long it will take, if that is long."""
+    """Yields placements with a progress bar; without a terminal, prints one line with the expected time if it is long."""
     started_s = time.monotonic()
-    is_told = err.is_terminal
+    is_announced = err.is_terminal
     with make_progress() as progress:
         for number, each in enumerate(progress.track(placements, description="placements")):
             elapsed_s = time.monotonic() - started_s
-            if number and not is_told and elapsed_s > TOLD_AFTER_S:
-                is_told = True
+            if number and not is_announced and elapsed_s > ESTIMATE_AFTER_S:
+                is_announced = True
                 left_s = elapsed_s / number * (len(placements) - number)
                 if left_s > LONG_S:
                     words = (
@@ -128,7 +128,7 @@ def _milliseconds(spread: Spread | None) -> str:
 
 
 def _read_profile(path: Path) -> StepProfile:
-    """Reads a profile. Raises ConfigError if it is none."""
+    """Reads a profile. Raises ConfigError if the file holds none."""
     from cloister.cluster.virtual.placement import StepProfile
 
     try:

@@ -39,7 +39,7 @@ def serve(
     from cloister.trust.hardening import sealed
 
     if resolved.server.config.sealed and sealed() is None:
-        discard_early_template()  # a file of settings said it: what starts now has no process but its own
+        discard_early_template()  # only the settings file says that it is sealed; the launcher must not have child processes
         launch_sealed(resolved, sys.argv[1:], settings.config_file)
     raise typer.Exit(run_server(resolved, partial(print, flush=True)))  # flush: a program may read the address from a pipe
 

@@ -123,7 +123,7 @@ def print_steps(findings: Findings) -> None:
     }
     for step in findings:
         word, style = marks[step.outcome]
-        print_line(f"  {word} {step.text.removeprefix('NOT PROVED: ')}", style)  # which is what `word` says
+        print_line(f"  {word} {step.text.removeprefix('NOT PROVED: ')}", style)  # `word` already says it
 
 
 def _to_data(checked: Checked) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""Witnesses that are named on the command line: `--witness NAME=URL`."""
+"""Witnesses given on the command line: `--witness NAME=URL`."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ if TYPE_CHECKING:
 
 
 def find_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient) -> list[HttpWitness]:
-    """Returns the witnesses that are named.
+    """Returns the given witnesses.
 
     Args:
         given: each as NAME=URL.
 
     Raises:
-        ConfigError: one is not in the trust file, or its URL is none.
+        ConfigError: one is not in the trust file, or its URL is invalid.
     """
     from cloister.private.upstream import check_url
     from cloister.trust.transparency.witness import HttpWitness
@@ -39,7 +39,7 @@ def find_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient
 
 
 def open_witnesses(given: Sequence[str], trust: Trust, client: httpx.AsyncClient) -> list[HttpWitness]:
-    """As `find_witnesses`, of which there must be as many as the trust file requires. Raises ConfigError."""
+    """Like `find_witnesses`, but raises ConfigError if there are fewer than the trust file requires."""
     found = find_witnesses(given, trust, client)
     if len(found) < trust.threshold:
         raise ConfigError(f"the trust file asks for {trust.threshold} witnesses; give --witness for as many", param="witness")

@@ -10,7 +10,6 @@ from __future__ import annotations
 from typing import Final
 
 from cloister.kv.shared_tier import SHARED_TIER_THREAT, SharedTierIndex
-from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tier_index import KVTierIndex, TierAccount
 from cloister.kv.tier_slots import TierBlock, TierLayout
 from cloister.types.threat import ThreatProfile
@@ -51,17 +50,8 @@ class LendingTierIndex(SharedTierIndex):
         is_lending: another engine may use the last slots.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: TierLayout,
-        num_shares: int = 1,
-        number: int = 0,
-        *,
-        first_number: int = 0,
-        make_admission: AdmissionFactory = AdmitAll,
-    ) -> None:
-        super().__init__(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.is_lending = False
         self._stored_s = 0.0
         if self.can_lend:
@@ -75,7 +65,7 @@ class LendingTierIndex(SharedTierIndex):
     @property
     def can_lend(self) -> bool:
         """Whether each owner has a slot then, here and in what is lent."""
-        return min(*count_kept(self.layout), *count_lent(self.layout).num_slots) >= self._num_shares
+        return min(*count_kept(self.layout), *count_lent(self.layout).num_slots) >= self.num_shares
 
     def may_lend(self, now: float) -> bool:
         """Whether nothing was stored for a while."""

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 from typing import Final
 
-from cloister.kv.tier_admission import AdmissionFactory, AdmitAll
 from cloister.kv.tier_index import KVTierIndex
-from cloister.kv.tier_slots import TierBlock, TierLayout
+from cloister.kv.tier_slots import TierBlock
 from cloister.types.threat import Requirement, ThreatProfile
 
 SHARED_TIER_THREAT: Final = ThreatProfile(
@@ -36,31 +35,20 @@ Place = tuple[int, int, int]
 class SharedTierIndex(KVTierIndex):
     """The blocks of an engine's own part, and those that others have announced.
 
-    Args:
-        first_number: of its sealings; no other engine that shares the tier has these numbers.
-
     Attributes:
-        news: blocks that are to be announced, by number.
-        withdrawn: announced blocks that are gone; to be told before anything is written to their slots.
-        used_elsewhere: blocks of others that were used, which those shall know.
+        first_number: of its sealings; no other engine that shares the tier has these numbers.
+        news: blocks to announce, by number.
+        withdrawn: announced blocks that are gone; the withdrawal precedes any write to their slots.
+        used_elsewhere: blocks of other engines that this one has used; their owners are notified.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: TierLayout,
-        num_shares: int = 1,
-        number: int = 0,
-        *,
-        first_number: int = 0,
-        make_admission: AdmissionFactory = AdmitAll,
-    ) -> None:
-        super().__init__(name, layout, num_shares, number, first_number=first_number, make_admission=make_admission)
+    def __post_init__(self) -> None:
+        super().__post_init__()
         self.news: dict[int, TierBlock] = {}
         self.withdrawn: list[TierBlock] = []
         self.used_elsewhere: list[TierBlock] = []
         self._announced: dict[tuple[int, int], TierBlock] = {}  # by group and slot
-        self._elsewhere: list[dict[bytes, TierBlock]] = [{} for _ in layout.num_slots]  # of each group, by key
+        self._elsewhere: list[dict[bytes, TierBlock]] = [{} for _ in self.layout.num_slots]  # of each group, by key
         self._places: dict[Place, TierBlock] = {}
 
     @property

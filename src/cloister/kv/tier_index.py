@@ -11,6 +11,7 @@ the same owner, as in the prefix cache (`kv.cache_quotas`); otherwise a tenant c
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from typing import Final
 
@@ -82,18 +83,17 @@ class TierAccount:
             self.is_paused = True
 
 
+@dataclass(eq=False, repr=False)
 class KVTierIndex:
     """The blocks of one tier.
 
-    Args:
+    Attributes:
         name: its name for metrics.
         layout: its slots.
         num_shares: owners that may have blocks at once; 1: all take from one share.
         number: of this tier, among those of its engine.
         first_number: of its sealings (`TierBlock.number`).
-        make_admission: makes what decides for one owner which blocks are worth a slot.
-
-    Attributes:
+        make_admission: creates the admission policy of one owner.
         below: the next slower tier, which gets the blocks that this one evicts; None: they are dropped.
         copies: (source, block of a tier) to be made in this order, before the source is written again: from a block of the
             device to this tier, or from a block of this tier to the one below.
@@ -105,30 +105,24 @@ class KVTierIndex:
         num_stored_blocks, num_stored_bytes: written so far.
     """
 
-    def __init__(
-        self,
-        name: str,
-        layout: TierLayout,
-        num_shares: int = 1,
-        number: int = 0,
-        *,
-        first_number: int = 0,
-        make_admission: AdmissionFactory = AdmitAll,
-    ) -> None:
-        self.name = name
-        self._num_shares, self._number = num_shares, number
-        self._make_admission = make_admission
+    name: str
+    layout: TierLayout
+    num_shares: int = 1
+    number: int = 0
+    first_number: int = field(default=0, kw_only=True)
+    make_admission: AdmissionFactory = field(default=AdmitAll, kw_only=True)
+
+    def __post_init__(self) -> None:
         self.below: KVTierIndex | None = None
         self.copies: list[tuple[int | TierBlock, TierBlock]] = []
         self.ended_roots: list[bytes] = []
         self.is_stopped = self.is_stuck = False
         self.num_stored_blocks = self.num_stored_bytes = 0
         self._accounts: dict[bytes, TierAccount] = {}  # of owners that have blocks
-        self.layout = layout
-        self._slots = [GroupSlots(num_slots, num_shares) for num_slots in layout.num_slots]
-        self.kept = KeptBlocks(len(layout.num_slots))
+        self._slots = [GroupSlots(num_slots, self.num_shares) for num_slots in self.layout.num_slots]
+        self.kept = KeptBlocks(len(self.layout.num_slots))
         self._unwritten: dict[int, TierBlock] = {}  # by number
-        self.numbers = count(first_number)
+        self.numbers = count(self.first_number)
         self.uses = count()
         self._byte_s = 0.0
         self._num_declined = 0
@@ -137,7 +131,7 @@ class KVTierIndex:
         """Divides the tier anew. It must be empty."""
         assert not len(self), "a tier that has blocks keeps its layout"
         self.layout = layout
-        self._slots = [GroupSlots(num_slots, self._num_shares) for num_slots in layout.num_slots]
+        self._slots = [GroupSlots(num_slots, self.num_shares) for num_slots in layout.num_slots]
 
     def __len__(self) -> int:
         """Blocks that it holds, or that are being written."""
@@ -164,7 +158,7 @@ class KVTierIndex:
         """Lets storing take more time for an owner; None: for all, in equal parts."""
         if owner is None:
             for account in self._accounts.values():
-                account.earn(seconds / self._num_shares)
+                account.earn(seconds / self.num_shares)
         elif owner in self._accounts:
             self._accounts[owner].earn(seconds)
 
@@ -172,7 +166,7 @@ class KVTierIndex:
         """Lets storing take more time for the owners of what a step computed, each an equal part of `seconds`. Other owners get
         none: they could infer from their hits that somebody else is active."""
         for payer in {self._payer(owner) for owner in owners}:
-            self.earn(seconds / self._num_shares, payer)
+            self.earn(seconds / self.num_shares, payer)
 
     def spend(self, seconds: float, blocks: Sequence[TierBlock]) -> None:
         """Notes what storing took for each of these blocks."""
@@ -197,7 +191,7 @@ class KVTierIndex:
                     self.below.offer(root, key, entry, group, block, owner)
                 return
             slot = self._take_slot(payer, group)
-            stored = TierBlock(root, payer, key, entry, group, slot, next(self.numbers), self._number)
+            stored = TierBlock(root, payer, key, entry, group, slot, next(self.numbers), self.number)
             self._add(stored, account, next(self.uses))
             self.copies.append((block, stored))
 
@@ -214,7 +208,7 @@ class KVTierIndex:
         account = self._find_account(block.owner, block.group)
         if account is None or not self._admits(block.key, block.owner, block.group):
             return None
-        moved = msgspec.structs.replace(block, slot=self._take_slot(block.owner, block.group), tier=self._number)
+        moved = msgspec.structs.replace(block, slot=self._take_slot(block.owner, block.group), tier=self.number)
         self._add(moved, account, used)
         return moved
 
@@ -224,13 +218,13 @@ class KVTierIndex:
             return None
         account = self._accounts.get(owner)
         if account is None:
-            account = TierAccount(self._make_admission(max(self.layout.num_slots) // self._num_shares))
+            account = TierAccount(self.make_admission(max(self.layout.num_slots) // self.num_shares))
         num_bytes = account.unwritten_bytes + self.layout.count_content(group)
-        return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self._num_shares else account
+        return None if account.is_paused or num_bytes > MAX_UNWRITTEN_BYTES / self.num_shares else account
 
     def _payer(self, owner: bytes | None) -> bytes:
         """Returns whose share an owner's blocks take."""
-        return owner if self._num_shares > 1 and owner is not None else b""
+        return owner if self.num_shares > 1 and owner is not None else b""
 
     def _admits(self, key: bytes, owner: bytes, group: int) -> bool:
         """Whether a block is worth the slot that it would take."""

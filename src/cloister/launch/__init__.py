@@ -1,6 +1,6 @@
 """Assembles the other packages: the only place where they are combined.
 
-It imports lazily: the engine process, started by entry point name, loads nothing that only the front needs.
+Imports are lazy: an engine process, which is started by the name of its entry point, loads nothing that only the front needs.
 """
 
 from __future__ import annotations

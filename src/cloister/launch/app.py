@@ -1,4 +1,4 @@
-"""Builds the server of one model, or of several, one of them in memory at a time: engine, access control, startup messages."""
+"""Builds the server of one model, or of several that take turns in memory: engine, access control, startup messages."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ def describe_start(
 
 
 def _say_disk(kv_tier: str, num_replicas: int) -> Iterator[str]:
-    """Yields what the tier on disk takes, if there is one; each engine has a file of its own."""
-    from cloister.engine.kv_tier_storage import FREE_SHARE, parse_tiers  # only when it was asked for: it imports cryptography
+    """Yields a message with the disk space of the KV tier, if there is one; each engine has its own file."""
+    from cloister.engine.kv_tier_storage import FREE_SHARE, parse_tiers  # only if a tier is configured: it imports cryptography
 
     for tier in parse_tiers(kv_tier):
         if not tier.storage.is_memory:
@@ -141,7 +141,7 @@ def reread_sources(settings: Settings, gate: Gate) -> tuple[WatchedFiles, ...]:
 
 
 def _find_early(model: str) -> Path | None:
-    """Returns the path of a model on this machine, as the engine will report it; None for one that must be fetched first."""
+    """Returns the local path of a model, as the engine will report it; None if it must be downloaded first."""
     from cloister.models import locate
     from cloister.models.location import find_model, find_named
 
@@ -151,10 +151,10 @@ def _find_early(model: str) -> Path | None:
 
 
 def _own_path(config: EngineConfig, front: ServerConfig, model: ModelInfo) -> Path:
-    """Returns where this machine has the model's tokenizer.
+    """Returns the local path of the model's tokenizer.
 
     Raises:
-        ModelError: replicas run elsewhere, and it is not here.
+        ModelError: replicas run on other machines, and this one does not have the model.
     """
     if front.on == LOCAL:
         return Path(model.path)
@@ -164,7 +164,7 @@ def _own_path(config: EngineConfig, front: ServerConfig, model: ModelInfo) -> Pa
 
 
 def _open_files(front: ServerConfig, gate: Gate) -> FileService | None:
-    """Returns the users' files and batches, if they are kept (`FileService.open`)."""
+    """Returns the service for users' files and batches; None if it is off (`FileService.open`)."""
     if front.files is None:
         return None
     from cloister.server.files.service import FileService
@@ -181,11 +181,11 @@ def _response_store(front: ServerConfig) -> ResponseStore | None:
 async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], None]) -> ServerApp:
     """Starts the engine process, and the front that talks to it."""
     config, front = settings.engine.config, settings.server.config
-    stored = _open_files(front, gate)  # first: a directory that cannot be used is said before a model is loaded for minutes
+    stored = _open_files(front, gate)  # first: report an unusable directory before a model is loaded for minutes
     engine = make_engine(config, front)
     imported_s = process_age_s()
     starting = asyncio.create_task(engine.start())
-    await asyncio.sleep(0)  # its process runs now, and loads while this one imports
+    await asyncio.sleep(0)  # lets the engine process start, so that it loads while this process imports
     try:
         try:
             from cloister.server.app import create_app
@@ -197,7 +197,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             read = partial(Tokenizer, kept=kept_tokenizers(config))
             tokenizer = await asyncio.to_thread(read, early) if early is not None else None
         except asyncio.CancelledError:
-            starting.cancel()  # the server stops: nobody waits for the engine any longer
+            starting.cancel()  # the server is stopping
             raise
         finally:
             await starting
@@ -223,7 +223,7 @@ async def open_plain(settings: Settings, gate: Gate, announce: Callable[[str], N
             stored.close()
         await engine.drain(0.0)
         raise
-    freeze_gc_heap(searches=False)  # a search of all this would stop all streams for 0.1 s again and again
+    freeze_gc_heap(searches=False)  # each full collection would stop all streams for 0.1 s
     return_free_memory()
     watch.lap("front")
     (name, engine_imported_s), *others = engine.startup

@@ -1,4 +1,4 @@
-"""Makes the back end and the number format that the settings and the model ask for."""
+"""Creates the back end and the number format that settings and model require."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger(__name__)
 QUANT_VERSION: Final = 2
-"""Increment it when a number format writes other codes for the same weights."""
+"""Increment it when a number format encodes the same weights differently."""
 
 
 def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> Backend:
@@ -40,18 +40,18 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
         raise ConfigError("a model without a spec cannot be quantised here; leave `quant` out", param="quant")
     if config.weights_cache and weights_cache(config) is None:
         _logger.warning("this user has no home, so packed weights are not kept; name a directory with --weights-cache")
-    if name == "torch" and chosen_backend(config) == "native" and not isinstance(spec, EncoderSpec):  # torch computes them all
+    if name == "torch" and chosen_backend(config) == "native" and not isinstance(spec, EncoderSpec):  # torch has all
         _logger.warning(
             "the native back end does not compute %s, which this model needs; torch computes it",
             ", ".join(list_missing(spec)),
         )
-    takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end keeps KV in `dtype`, whatever `quant` is
+    takes_any_kv = name == "native" and config.quant != NO_QUANT  # the torch back end always keeps KV in `dtype`
     return BACKENDS.get(name)(
         num_threads=config.num_threads or machine.num_cpus,
         device=config.device or "cpu",
         dtype=config.dtype,
         kv_dtype=config.kv_dtype or (choose_kv_dtype(number_format(config.quant), spec) if takes_any_kv else None),
-        # on a CPU `fast` permits KV tiers with loss, and kernels are exact
+        # on a CPU `fast` only permits lossy KV tiers; kernels stay exact
         numerics="exact" if is_lossy(config.kv_tier_codec) and (config.device or "cpu") == "cpu" else config.numerics,
         store=weights_cache(config),
         store_bytes=cache_bytes(config),
@@ -61,8 +61,8 @@ def make_backend(config: EngineConfig, machine: Machine, spec: DecoderSpec) -> B
 def choose_backend_for(config: EngineConfig, spec: DecoderSpec) -> str:
     """Returns the name of the back end for a model of that spec.
 
-    Unless the settings name one, torch computes what the native kernels do not, if it is installed; if not, the native back end
-    says what it lacks.
+    Unless the settings name one, it is torch for models that the native kernels do not support, if torch is installed. Without
+    torch the native back end reports what it lacks.
     """
     if spec.family == FOREIGN_FAMILY:
         return FOREIGN_FAMILY
@@ -80,7 +80,7 @@ def number_format(name: str) -> NumberFormat:
 def write_in_few_bits(
     config: EngineConfig, model: LoadedModel, loading: Loading, tokenizer: Tokenizer | None = None
 ) -> LoadedModel:
-    """Returns the model with its weights in the number format from the settings: calibrated, or rounded as they are read.
+    """Returns the model with its weights in the number format from the settings: calibrated, or rounded while they are read.
 
     Args:
         loading: reports the progress of a calibration.

@@ -1,4 +1,4 @@
-"""Which back end the settings choose, by name: a front asks too, and loads none."""
+"""Chooses the back end by name, without loading it: the front needs the name too."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from cloister.backends.availability import why_no_kernels
 from cloister.types.config import EngineConfig
 
 NO_QUANT: Final = "none"
-"""The setting `quant` of weights as they are stored."""
+"""Value of the setting `quant` that leaves weights as they are stored."""
 
 
 def chosen_backend(config: EngineConfig) -> str:

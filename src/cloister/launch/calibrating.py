@@ -32,9 +32,9 @@ from cloister.text import Tokenizer
 from cloister.types.errors import CloisterError, ConfigError
 
 WINDOW: Final = 512
-"""Tokens in a window of text, for calibration and measuring."""
+"""Tokens in a window of text, for calibration and for measuring perplexity."""
 VERSION: Final = 2
-"""Increment it when calibration gives other codes for the same weights."""
+"""Increment it when calibration encodes the same weights differently."""
 _FEWEST_TOKENS: Final = 4096
 _MOST_TOKENS: Final = 8192
 _TOKENS_BY_WEIGHTS: Final = 1_200_000_000_000

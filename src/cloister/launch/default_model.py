@@ -54,7 +54,7 @@ def choose_default_model(
             pull_catalogue_model(default, store, progress=True)
         except DigestMismatchError as error:  # an attack or a broken mirror: too serious for a log line
             raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package") from None
-        except StoreFullError as error:  # its operator would learn of it from poor answers only
+        except StoreFullError as error:  # otherwise the operator would notice only by poor answers
             raise ModelError(f"{error.message}. `cloister serve {embedded}` serves the model in the package, a toy") from None
         except ModelError as error:
             why = error.message
@@ -67,7 +67,7 @@ def choose_default_model(
 def fetch_model(settings: Settings, *, may_pull: bool = True) -> Settings:
     """Returns the settings of a verb with a local model: the chosen one, or the default.
 
-    A model of the catalogue is downloaded here, while nothing else draws on the terminal.
+    Downloads a model of the catalogue now, before anything else writes to the terminal.
 
     Args:
         may_pull: False downloads nothing.

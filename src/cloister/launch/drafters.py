@@ -37,7 +37,7 @@ OWN_LAYER: Final = "mtp"
 
 
 class SmallModel:
-    """A small model that was read (protocol `executor.drafters.base.DraftModel`)."""
+    """A loaded draft model (protocol `executor.drafters.base.DraftModel`)."""
 
     def __init__(
         self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int, *, copies_tables: bool
@@ -64,17 +64,17 @@ class SmallModel:
         return self._need.unpacked_block_bytes * block_size // self._block_size
 
     def build(self, kv: KVLayout) -> Program:
-        """Builds its program in addition to the model's: programs of one back end take turns."""
+        """Builds its program in addition to the model's; programs of one back end take turns."""
         return self._backend.build(self._model.spec, self._model.weights, kv, identity=self._model.info.fingerprint)
 
 
 class MtpLayer:
-    """A layer that predicts further tokens, which was read (protocol `executor.drafters.base.DraftModel`).
+    """A loaded multi-token prediction layer (protocol `executor.drafters.base.DraftModel`).
 
     Args:
         program: returns the program of the model, once it is built.
         num_tokens: the most tokens of one step.
-        identity: names the very weights (`Backend.build`).
+        identity: identifies exactly these weights (`Backend.build`).
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MtpLayer:
         self._spec, self._weights, self._backend, self._program, self._identity = spec, weights, backend, program, identity
         self._need = backend.need(spec, weights, block_size=block_size, max_batched_tokens=num_tokens)
         self._block_size = block_size
-        states_bytes = 4 * 3 * num_tokens * spec.hidden_size  # hidden states as the model shows them, kept, and joined
+        states_bytes = 4 * 3 * num_tokens * spec.hidden_size  # hidden states: the model's output, kept, and concatenated
         self.weights_bytes = self._need.weights_bytes + self._need.activations_bytes + states_bytes
 
     def kv_block_bytes(self, block_size: int) -> int:
@@ -117,14 +117,14 @@ def _open_mtp(config: EngineConfig, model: LoadedModel, backend: Backend, lent: 
         backend,
         lambda: lent.program,
         block_size=config.block_size,
-        # those of the model's step, and what of each sequence was left unread before
+        # those of the model's step, and for each sequence the positions that this layer has not read yet
         num_tokens=max_batched_tokens + config.max_num_seqs * (config.block_size + 1),
         identity=f"{model.info.fingerprint} {config.quant} {QUANT_VERSION} mtp",
     )
 
 
 class _Lent:
-    """The engine's interface for drafters, usable before the engine is complete."""
+    """What drafters use of the engine. Drafters get it before the engine is complete."""
 
     def __init__(self) -> None:
         self.program: Program | None = None
@@ -145,7 +145,7 @@ class _Lent:
 
 @dataclass(frozen=True)
 class DraftersAtHand:
-    """Drafters that were created, but not allocated yet.
+    """The drafters of an engine: created first, and allocated once the model is built.
 
     Attributes:
         drafters: by name.
@@ -161,7 +161,7 @@ class DraftersAtHand:
 
     @property
     def fixed_bytes(self) -> int:
-        """Their memory outside of blocks."""
+        """Memory of all drafters outside of blocks, in bytes."""
         return sum(drafter.fixed_bytes for drafter in self.drafters.values())
 
     @property
@@ -210,7 +210,7 @@ class DraftersAtHand:
                 drafter.allocate(kv)
 
     def bind(self, sampling_metadata: Callable[[list[SequenceState], list[int]], SamplingMetadata]) -> None:
-        """Returns how the next tokens of the engine's sequences are sampled."""
+        """Connects the drafters with the function that returns how the engine samples the next tokens of its sequences."""
         self.lent.metadata_of = sampling_metadata
 
     def speculation(self) -> Speculation | None:
@@ -262,10 +262,10 @@ def _has_states_alone(model: LoadedModel) -> bool:
 
 
 def _without_positions(found: dict[str, Drafter], model: LoadedModel, is_auto: bool) -> dict[str, Drafter]:
-    """Returns the drafters that keep no KV under the numbers of the model's blocks: without attention it has none of positions.
+    """Returns the drafters that keep no KV under the model's block numbers: a model without attention has no such blocks.
 
     Raises:
-        ConfigError: the settings name another one.
+        ConfigError: the settings name a drafter that does.
     """
     from cloister.executor.drafters.draft_model import PagedDrafter
 
@@ -300,7 +300,8 @@ def _find_all(context: DrafterContext, config: EngineConfig, model: LoadedModel)
         find(OWN_LAYER)
     is_foreign = model.spec.family == FOREIGN_FAMILY
     has_heads = not is_foreign and config.draft_model is None and find(HEADS)
-    # heads predict answers like those in their training, a small model also running text; if one is present, its KV is worth it
+    # Heads predict answers like those they were trained on, a small model also running text: where there is one, it is worth
+    # its KV.
     if not is_foreign and (not has_heads or (model.path / "drafters" / SMALL).is_dir()):
         find(SMALL)
     has_own = (model.path / "drafters" / LOOKED_UP).is_dir() and _allows_datastores(config)
@@ -341,6 +342,6 @@ def _make_context(
 
 
 def _allows_datastores(config: EngineConfig) -> bool:
-    from cloister.policy import Policy  # only now: an engine needs no more of it
+    from cloister.policy import Policy  # late import: an engine needs nothing else of it
 
     return Policy(str(config.profile)).allows("datastore")

@@ -74,7 +74,7 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
 
     watch = Stopwatch()
     machine = read_machine()
-    path = locate(config.model, progress=True)  # it downloads here, with its own progress bar
+    path = locate(config.model, progress=True)  # may download, with a progress bar of its own
     watch.lap("locate")
     loading.begin("reading the model")
     is_local = config.model in embedded_names() or Path(config.model).expanduser().exists()
@@ -86,7 +86,7 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
     loading.begin("reading the tokenizer")
     tokenizer = Tokenizer(model.path, remembers=not overwrites(config.profile), kept=kept_tokenizers(config), defers=True)
     watch.lap("read")
-    return_free_memory()  # before the weights are loaded, so that its memory is not added to theirs
+    return_free_memory()  # before the weights are loaded, so that the peaks do not add up
     model = write_in_few_bits(config, model, loading, tokenizer)
     backend = make_backend(config, machine, model.spec)
     max_rows = max(max_batched_tokens(config), MAX_ROWS if longest > max_model_len else 0)
@@ -192,12 +192,12 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
 
 
 def _takes_documents(spec: DecoderSpec, groups: Sequence[KVGroup]) -> bool:
-    """Whether documents can be encoded separately: every layer sees all positions, and a step computes its own ones only."""
+    """Whether documents can be encoded separately: every layer attends to all positions, and a step computes only new ones."""
     return len(groups) == 1 and groups[0].window is None and not groups[0].is_state and spec.family != FOREIGN_FAMILY
 
 
 def _places_documents(spec: DecoderSpec, program: Program) -> bool:
-    """Whether tokens may turn by other positions than they stand at: nothing but the rotation may depend on a position."""
+    """Whether a token may be rotated by a position other than its own: nothing but the rotation may depend on positions."""
     growing = any(isinstance(each.attention, AttentionSpec) and each.attention.query_growth for each in spec.layers)
     return Capability.DOCUMENT_WEIGHTS in program.capabilities and not spec.position_embeddings and not growing
 
@@ -212,7 +212,7 @@ def _host_tier_bytes(config: EngineConfig) -> int:
 
 
 def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, program: Program) -> KVBlocks | None:
-    """Returns what other engines may load; None if the program cannot export it."""
+    """Describes the KV blocks that other engines may load; None if the program cannot export KV."""
     if Capability.KV_TRANSFER not in program.capabilities or not groups:
         return None
     firsts = [sum(group.num_blocks for group in groups[:number]) for number in range(len(groups))]
@@ -223,7 +223,7 @@ def _kv_blocks(info: ModelInfo, groups: Sequence[KVGroup], block_size: int, prog
 
 
 def _rehearse_tower(vision: AnyVisionSpec, program: Program, dtype: str | None) -> None:
-    """Encodes a blank image: what torch loads and generates for the first one, a closed process cannot.
+    """Encodes a blank image, because torch loads and generates code at the first one, which a locked-down process cannot do.
 
     Raises:
         ConfigError: images differ in size, and torch would generate code for each size.
@@ -319,14 +319,14 @@ def build_scheduler(
     Args:
         public: token ids of public prefixes.
         speculation: decides how much is drafted; None disables drafts.
-        cells: of the program, to compute prompts of `max_prefill_only_len` layer by layer.
+        cells: the program's cells, with which prompts of up to `max_prefill_only_len` are computed layer by layer.
 
     Raises:
         ConfigError: public prefixes would take more than half of the blocks, or prompts cannot be computed layer by layer.
-        MemoryBudgetError: the longest of these does not fit.
+        MemoryBudgetError: the longest prompt that is computed layer by layer does not fit.
     """
     keys = PrefixKeys(model.fingerprint, config.block_size, public)
-    num_blocks = min((group.num_blocks for group in groups if not group.is_state), default=2**62)  # they take no states
+    num_blocks = min((group.num_blocks for group in groups if not group.is_state), default=2**62)  # prefixes take no states
     if len(keys.public) > num_blocks // 2:
         raise ConfigError(
             f"release_prefixes take {len(keys.public)} of {num_blocks} KV blocks; shorten them or raise kv_memory_mb",
@@ -364,7 +364,7 @@ def build_scheduler(
 
 
 def _check_prefill_only(longest: int, num_positions: int) -> None:
-    """Raises an error unless the longest prompts that are computed layer by layer can be, and fit into KV memory."""
+    """Raises an error unless the longest prompts can be computed layer by layer, and fit into KV memory."""
     if not longest or longest <= num_positions:
         return
     if not num_positions:
@@ -391,8 +391,8 @@ def _block_group(group: KVGroup, config: EngineConfig) -> BlockGroup:
         return BlockGroup.of_state(group.num_blocks)
     if group.window is None:
         return BlockGroup(group.num_blocks)
-    # What a query sees, and what one step computes before anything is behind the window. Blocks are given back when another is
-    # full, so a step may begin anywhere in a block: the two parts need not share one.
+    # The positions that a query sees, and those that one step computes before any leaves the window. Blocks are released when
+    # the next one is full, so a step may begin anywhere in a block, and the two parts need not share one.
     parts = (group.window, max_batched_tokens(config))
     return BlockGroup(group.num_blocks, group.window, 1 + sum(-(-part // config.block_size) for part in parts))
 
@@ -408,7 +408,7 @@ def _max_model_len(config: EngineConfig, model: LoadedModel) -> int:
 
 
 def _longest(config: EngineConfig) -> int | None:
-    """Returns the longest prompt that the settings name, which may decide how positions are turned; None for the model's."""
+    """Returns the longest prompt in the settings, which may affect rotations of positions; None for the model's maximum."""
     if config.max_model_len is None:
         return None
     return max(config.max_model_len, config.max_prefill_only_len or 0)
@@ -437,10 +437,10 @@ def _torch_version() -> str:
 
 
 def _fingerprint(model: LoadedModel, backend: Backend, config: EngineConfig) -> str:
-    """Everything that the bits of an answer depend on, as `system_fingerprint`."""
+    """Returns `system_fingerprint`, a digest of all that the bits of an answer depend on."""
     # the maximum length of a sequence may affect rotations
     turns = repr([layer.attention and layer.attention.rope for layer in model.spec.layers])
-    tower = [] if model.spec.vision is None else [_torch_version()]  # it computes towers for every back end
+    tower = [] if model.spec.vision is None else [_torch_version()]  # torch computes towers for every back end
     lossy = [f"kv_tier_codec {config.kv_tier_codec}"] if is_lossy(config.kv_tier_codec) else []
     parts = (model.info.fingerprint, backend.fingerprint, config.quant, str(QUANT_VERSION), turns, *tower, *lossy)
     return "fp_" + hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]

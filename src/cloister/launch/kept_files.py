@@ -1,4 +1,4 @@
-"""Directories of what is kept for the next start, and its limits, from the settings."""
+"""Cache directories of files that speed up the next start, and their size limits, from the settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans the address ranges of sequences (`--kv-layout virtual`), or says why there are none."""
+"""Plans the address ranges of sequences (`--kv-layout virtual`), or reports why there are none."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def takes_ranges(config: EngineConfig, need: MemoryNeed) -> bool:
     """Whether the settings ask for address ranges.
 
     Raises:
-        ConfigError: the back end has none for this model.
+        ConfigError: the back end does not support them for this model.
     """
     if config.kv_layout != "virtual":
         return False
@@ -32,14 +32,14 @@ def takes_ranges(config: EngineConfig, need: MemoryNeed) -> bool:
 def plan_ranges(
     config: EngineConfig, groups: Sequence[KVGroup], *, max_model_len: int, most_drafts: int, most_mappings: int
 ) -> RangeLayout:
-    """Returns a range for each sequence that may run, as long as the longest.
+    """Returns one range for each concurrent sequence, long enough for the longest.
 
     Args:
-        most_drafts: of one sequence, which have KV behind its tokens.
-        most_mappings: that a process may have (`read_most_mappings`).
+        most_drafts: most drafts of one sequence; their KV follows that of its tokens.
+        most_mappings: limit of a process (`read_most_mappings`).
 
     Raises:
-        ConfigError: layers have several block tables, or the ranges may need more mappings than a process may have.
+        ConfigError: layers have several block tables, or the ranges may need more mappings than the limit.
     """
     if len(groups) != 1 or groups[0].window is not None:
         raise ConfigError(NO_RANGES, param="kv_layout")
@@ -65,10 +65,10 @@ def plan_ranges(
 
 
 def read_most_mappings(root: Path = Path("/")) -> int:
-    """Returns how many mappings a process may have.
+    """Returns the limit on the mappings of a process.
 
     Raises:
-        ConfigError: this is no Linux, which address ranges need.
+        ConfigError: this is not Linux, which address ranges require.
     """
     try:
         return int((root / "proc/sys/vm/max_map_count").read_text())

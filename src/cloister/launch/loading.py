@@ -1,4 +1,4 @@
-"""Reports slow loads on standard error: a progress bar on a terminal, elsewhere a line at start and end and some between."""
+"""Reports slow loads on standard error: a progress bar on a terminal, elsewhere lines at start, end and intervals."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 QUICK_S: Final = 1.0
 """A load that finishes earlier prints nothing."""
 REPORT_S: Final = 20.0
-"""Without a terminal a load that goes on says so often where it is: a calibration takes minutes, and looks hung otherwise."""
+"""Interval of progress lines without a terminal: a calibration takes minutes, and would look hung."""
 
 _logger = logging.getLogger(__name__)
 

@@ -1,5 +1,5 @@
-"""Imports what an engine of the native back end consists of. A template that is started before the settings are known does so
-meanwhile (`engine.spawning`)."""
+"""Imports the modules of an engine with the native back end. A template does so while the settings are still being read
+(`engine.spawning`)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makes the clients of engines: of one, or of replicas, here or on other machines; and starts a sealed node's processes."""
+"""Creates the client of one engine or of replicas, here or on other machines; and starts a sealed node's processes."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 
 
 NUM_SPARE_PARTS: Final = 2
-"""Parts of a shared KV tier beyond one for each replica: a rolling update starts an engine beside the others, while the part of
-the one before may still be wiped. What is not written takes no memory."""
+"""Spare parts of a shared KV tier, beyond one for each replica: a rolling update starts an engine beside the others while the
+part of the previous one may still be wiped. Parts take no memory until they are written."""
 KeepListener = Callable[[int, socket.socket], None]
 ENGINE_ENTRY: Final = "cloister.launch:build_engine"
 SEALED_ENGINE_ENTRY: Final = "cloister.launch:build_sealed_engine"
@@ -50,12 +50,12 @@ def make_engine(
     keep_listener: KeepListener | None = None,
     guard_load: LoadGuard = contextlib.nullcontext,
 ) -> RequestClient:
-    """Returns a client of an engine in a separate process, which is sealed if the front is; or of `replicas` engines, here or
-    where Ray puts them.
+    """Returns a client of an engine in a separate process, or of `replicas` engines on this machine or placed by Ray. Engines
+    of a sealed front are sealed.
 
     Args:
-        keep_listener: called with an index and the listener of each engine process of a sealed node, and takes ownership of it.
-        guard_load: as of `ProcessTransport`.
+        keep_listener: called with the index and the listener of each engine process of a sealed node; takes ownership of it.
+        guard_load: see `ProcessTransport`.
     """
     if front.on == "ray":
         discard_early_template()
@@ -67,7 +67,7 @@ def make_engine(
 
 
 def _make_fork_server(config: EngineConfig, front: ServerConfig) -> ForkServer | None:
-    """Returns what starts engines as forks of a template; None where each is a program of its own."""
+    """Returns the server that forks engines from a template; None if each engine is started as a program of its own."""
     if not front.fork_server or sys.platform != "linux" or chosen_backend(config) != "native":  # `describe_start` says so
         discard_early_template()
         return None
@@ -116,7 +116,7 @@ def _make_replicas(
     keep_listener: KeepListener | None,
     guard_load: LoadGuard,
 ) -> ReplicaSet:
-    """Returns a client of several engines, which plan with equal shares of the memory."""
+    """Returns a client of several engines, each of which budgets an equal share of the memory."""
     from cloister.cluster import ReplicaSet
     from cloister.cluster.rolling_update import EngineRelease
     from cloister.cluster.sealed_unit import SealedUnit
@@ -129,7 +129,7 @@ def _make_replicas(
     kv_pool = _make_kv_pool(config, front.replicas + NUM_SPARE_PARTS)
 
     def make_release(model: str) -> EngineRelease:
-        """A template of its own loads what is installed now."""
+        """Returns a release with a template of its own, which loads the version that is installed now."""
         own = _release_config(each, model, replicas.model)
         return release_of(own, _make_fork_server(own, front))
 
@@ -170,7 +170,7 @@ def _cluster_config(front: ServerConfig) -> ClusterConfig:
 
 
 def _roles_of(front: ServerConfig) -> tuple[Role, ...]:
-    """Returns the role of each replica; those that stand by have one when they take a place."""
+    """Returns the role of each replica; a standby replica gets its role when it takes another's place."""
     from cloister.cluster.roles import assign_roles
 
     waiting: list[Role] = ["mixed"] * front.standby
@@ -178,23 +178,23 @@ def _roles_of(front: ServerConfig) -> tuple[Role, ...]:
 
 
 def _release_config(config: EngineConfig, model: str, served: ModelInfo) -> EngineConfig:
-    """Returns the settings of new engines. Other weights keep the context window by which requests were read and accepted: a
-    longer one of their own is not used."""
+    """Returns the settings of new engines. Other weights keep the context window under which requests were read and accepted,
+    even if their own is longer."""
     if model == config.model:
         return config
     return replace(config, model=model, max_model_len=served.max_model_len)
 
 
 def _draw_kv_secret(config: EngineConfig) -> bytes | None:
-    """Returns what engines that exchange KV have in common, new at each start and never written; None if they do not."""
+    """Returns the shared secret of engines that exchange KV, drawn at each start and never written; None if they do not."""
     return None if config.kv_transfer is None else secrets.token_bytes(32)
 
 
 def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
-    """Returns memory that engines share for KV; None if they have no such tier.
+    """Returns the shared memory of the KV tier; None if the engines have no shared tier.
 
     Raises:
-        ConfigError: there is no such memory.
+        ConfigError: the memory cannot be created.
     """
     if config.kv_tier is None:
         return None
@@ -209,7 +209,7 @@ def _make_kv_pool(config: EngineConfig, num_parts: int) -> KVPool | None:
 
 
 def _make_placed_replicas(config: EngineConfig, front: ServerConfig) -> ReplicaSet:
-    """Returns a client of engines that Ray places. Each plans with a share of the memory of the machine that it gets."""
+    """Returns a client of engines that Ray places. Each budgets a share of the memory of its machine."""
     from cloister.cluster.backend.placed_replicas import PlacedReplicas
     from cloister.cluster.backend.placer import RayPlacer
     from cloister.cluster.backend.ray_messages import RaySettings
@@ -276,7 +276,7 @@ def _router_maker(config: EngineConfig, front: ServerConfig) -> MakeRouter:
 
 
 def _hot_prefixes_maker(config: EngineConfig, front: ServerConfig) -> MakeHotPrefixes | None:
-    """Returns what makes the controller of copies; None if there are none."""
+    """Returns the factory of the controller that copies hot prefixes; None if it is off."""
     if not front.replicate_hot_prefixes:
         return None
     from cloister.cluster.hot_prefixes import HotPrefixes
@@ -286,7 +286,7 @@ def _hot_prefixes_maker(config: EngineConfig, front: ServerConfig) -> MakeHotPre
 
 
 def _start_sealed_engine(index: int, far: socket.socket) -> ProcessHandle:
-    """Has the starter create an engine process: in a sealed node no program is executed. The evidence has a name for each."""
+    """Has the starter create an engine process, because a sealed node executes no program. Evidence names each process."""
     state = hardening.sealed()
     assert state is not None
     assert state.starter is not None
@@ -294,7 +294,7 @@ def _start_sealed_engine(index: int, far: socket.socket) -> ProcessHandle:
 
 
 def start_sealed_module(module: str, sock: socket.socket) -> ProcessHandle:
-    """Has the starter create another process, by the module's role."""
+    """Has the starter create a process with the role of a module."""
     from cloister.trust.hardening.launching import ROLE_OF
 
     state = hardening.sealed()

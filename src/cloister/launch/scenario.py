@@ -1,4 +1,4 @@
-"""Runs a scenario of the fault search (`cluster.virtual`) on engine processes: of this machine, or where its Ray puts them.
+"""Runs a scenario of the fault search (`cluster.virtual`) on engine processes: of this machine, or placed by its own Ray.
 
 Front, routers and controllers are the same in all three. Here their engines are real, requests are computed by a model, and
 signals do what the simulator simulates.
@@ -39,30 +39,30 @@ from cloister.types.request import SequenceOutput
 
 Body = Literal["local", "ray"]
 IMPOSSIBLE_FAULTS: Final[tuple[FaultKind, ...]] = ("fail_step", "refuse_start", "network", "cut")
-"""What nothing outside an engine can do to it. Networks are cut by `benchmarks.cluster_faults`."""
+"""Faults that cannot be injected from outside an engine. `benchmarks.cluster_faults` cuts networks."""
 ADAPTER_KINDS: Final[tuple[OperationKind, ...]] = ("load", "unload")
-"""They name adapters of the virtual program."""
+"""Operations on adapters, which exist only in the virtual program."""
 PLAIN: Final = Scenario(seed=0)
 KV_TRANSFERS: Final = {"local": "unix", "ray": "unix,tls"}
 LATE_S: Final = 10.0
-"""How late a busy machine may be with what has a deadline."""
+"""Tolerance for deadlines on a busy machine."""
 REST_S: Final = 60.0
-"""Time within which nothing of the requests is left anywhere."""
+"""Time limit for everything to be released after the last request."""
 LOOK_EVERY_S: Final = 0.2
 PROBE_EVERY_S: Final = 2.0
 PROBE_TIMEOUT_S: Final = 30.0
 UPDATE_S: Final = 120.0
 UPSCALE_S: Final = 0.1
 DOWNSCALE_S: Final = 0.5
-"""Replicas come and go as soon as in virtual time, so that both happen."""
+"""Scaling delay, as short as in virtual time, so that replicas are both added and removed."""
 SLICE_S: Final = 0.02
-"""For so long an engine that is slow runs between two stops."""
+"""Running time of a slowed engine between two stops."""
 _LISTENS: Final = "0A"
 _ENGINE: Final = "cl-engine"
 
 
 def find_impossible(scenario: Scenario, on: Body) -> list[str]:
-    """Returns what of a scenario only virtual time can do, each as it is named in its file."""
+    """Returns the parts of a scenario that only virtual time supports, named as in its file."""
     names = [f"faults: {kind}" for kind in sorted({fault.kind for fault in scenario.faults} & {*IMPOSSIBLE_FAULTS})]
     for operation in scenario.operations:
         names += ["operations: update with weights"] if operation.weights is not None else []
@@ -78,7 +78,7 @@ def find_impossible(scenario: Scenario, on: Body) -> list[str]:
 
 
 def without_impossible(scenario: Scenario, on: Body) -> Scenario:
-    """Returns a scenario without what `find_impossible` names."""
+    """Returns a scenario without the parts that `find_impossible` names."""
     replace = msgspec.structs.replace
     return msgspec.structs.replace(
         scenario,
@@ -101,15 +101,15 @@ def _is_possible(operation: OperatorAction) -> bool:
 
 
 def run_on_processes(scenario: Scenario, on: Body, model: str) -> RunOutcome:
-    """Runs a scenario on real engines, of one thread each, and checks what can be seen from outside them.
+    """Runs a scenario on real engines with one thread each, and checks what is visible from outside.
 
     Args:
-        model: which they serve.
+        model: the model that they serve.
 
     Raises:
-        ConfigError: something in it is impossible there, or the settings do not fit the model.
+        ConfigError: a part of the scenario is impossible there, or the settings do not fit the model.
         CloisterError: the engines do not start.
-        SystemExit: SIGTERM came; nothing that was started is left.
+        SystemExit: on SIGTERM, after all started processes have ended.
     """
     if impossible := find_impossible(scenario, on):
         raise ConfigError(
@@ -158,7 +158,7 @@ class _ProcessRun:
         self._before = {*_descendants(os.getpid())}
 
     def answer_alone(self) -> list[JobAnswer]:
-        """Makes the requests, and returns what one engine in this process answers to each."""
+        """Creates the requests, and returns the answers of a single engine in this process."""
         core = build_engine(self._settings(replicas=1, max_waiting=len(self.scenario.jobs) + 1).engine.config)
         tokenizer = Tokenizer(Path(core.model.path))
         self.answers = [
@@ -210,10 +210,10 @@ class _ProcessRun:
             given["idle_timeout_s"] = scenario.idle_timeout_s
         return self._settings(**given)
 
-    # What happens
+    # Requests, faults and operations
 
     async def run(self) -> None:
-        """Answers all requests while faults happen, and looks at what is left. SIGTERM cancels it."""
+        """Answers all requests while faults happen, then checks for leftovers. SIGTERM cancels it."""
         task = asyncio.current_task()
         assert task is not None
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, lambda: task.cancelling() or task.cancel())
@@ -249,7 +249,7 @@ class _ProcessRun:
             self._steps[index] = event
 
     async def _work(self, number: int) -> None:
-        """Sends a request and takes what comes."""
+        """Sends a request and records its outputs."""
         answer = self.answers[number]
         job = answer.job
         await asyncio.sleep(job.at_s)
@@ -296,7 +296,7 @@ class _ProcessRun:
             case "hang":
                 pid = self._engine_of(fault.replica)
                 self._hold(pid)
-                with contextlib.suppress(TimeoutError):  # for no longer than requests wait for it
+                with contextlib.suppress(TimeoutError):  # wait no longer than requests do
                     await asyncio.wait_for(self._answered.wait(), fault.lasts_s)
                 self._let_go(pid)
             case "slow":
@@ -317,7 +317,7 @@ class _ProcessRun:
             await asyncio.sleep(SLICE_S)
 
     def _suspend(self, lasts_s: float) -> None:
-        """Stops all engines and this front, as a machine does that is suspended."""
+        """Stops all engines and this front, like the suspension of a machine."""
         pids = [self._engine_of(index) for index in range(self.scenario.num_replicas)]
         for pid in pids:
             self._hold(pid)
@@ -327,7 +327,7 @@ class _ProcessRun:
             self._let_go(pid)
 
     async def _restart_front(self) -> None:
-        """Lets clients and engines go, and starts another front with its own engines."""
+        """Ends clients and engines, and starts another front with engines of its own."""
         front, self.front = self.front, None
         if front is None:
             return
@@ -346,7 +346,7 @@ class _ProcessRun:
         if operation.kind != "update":
             await operate(front, operation, self.answers)
             return
-        with contextlib.suppress(InvalidRequestError):  # another one is under way
+        with contextlib.suppress(InvalidRequestError):  # another update is in progress
             front.update_replicas(None)
         ends_s = time.monotonic() + UPDATE_S
         while (progress := front.update_progress) is not None and progress.is_running and time.monotonic() < ends_s:
@@ -355,7 +355,7 @@ class _ProcessRun:
     # Processes
 
     def _engine_of(self, replica: int) -> int | None:
-        """Returns the process of a replica's engine; None while none runs."""
+        """Returns the pid of a replica's engine; None while none runs."""
         if self.front is None:
             return None
         if self.on == "local":
@@ -369,7 +369,7 @@ class _ProcessRun:
             _send_signal(pid, signal.SIGKILL)
 
     def _hold(self, pid: int | None) -> None:
-        """Stops an engine; several faults may, and the last one lets it go."""
+        """Stops an engine. Several faults may stop it at once; it continues when the last one ends."""
         if pid is not None:
             self._holders[pid] += 1
             _send_signal(pid, signal.SIGSTOP)
@@ -378,13 +378,13 @@ class _ProcessRun:
         if pid is None:
             return
         self._holders[pid] -= 1
-        if not self._holders[pid] and pid in _descendants(os.getpid()):  # another process may have its number
+        if not self._holders[pid] and pid in _descendants(os.getpid()):  # the pid may have been reused
             _send_signal(pid, signal.SIGCONT)
 
-    # What must be
+    # Checks
 
     async def _rest(self) -> None:
-        """Waits until nothing is left, and says what is left for too long."""
+        """Waits until everything is released, and reports what is left after `REST_S`."""
         assert self.front is not None
         self._is_over = True
         ends_s = time.monotonic() + REST_S
@@ -404,10 +404,10 @@ class _ProcessRun:
         return left
 
     async def _probe(self, front: RequestClient, index: int) -> list[str]:
-        """Has an engine answer one token, which shows its blocks: those of this request, and what is left of others."""
+        """Sends a minimal request: its step event counts all used blocks, including leftovers of other requests."""
         request = make_request(Job(at_s=0.0, prompt="", max_tokens=2), f"probe {index} {time.monotonic()}", [1])
         client = _clients(front)[index]
-        if client not in self._heard:  # an update gives replicas new ones
+        if client not in self._heard:  # replicas get new clients in an update
             self._heard.append(client)
             client.subscribe(lambda event: self._note_step(index, event))
         try:
@@ -416,7 +416,7 @@ class _ProcessRun:
         except (TimeoutError, CloisterError) as error:
             return [f"engine {index} answers nothing: {type(error).__name__}"]
         if (step := self._steps.get(index)) is None:
-            return [f"engine {index} has made no step"]  # it was starting
+            return [f"engine {index} has made no step"]  # it is still starting
         num_used = step.num_used_blocks
         return [f"engine {index} still uses {num_used - 1} blocks"] if num_used > 1 else []
 
@@ -440,7 +440,7 @@ def _send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def _descendants(pid: int) -> list[int]:
-    """Returns every process under `pid` (Linux)."""
+    """Returns the pids of all descendants of `pid` (Linux)."""
     children: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
         with contextlib.suppress(OSError):  # it has ended
@@ -449,7 +449,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _find_engine_behind(port: int) -> int | None:
-    """Returns the engine under the host that listens on a port; None if that is no process under this one."""
+    """Returns the pid of the engine whose host listens on a port; None if no descendant of this process does."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     sockets = {f"socket:[{row[9]}]" for row in rows if row[3] == _LISTENS and int(row[1].rpartition(":")[2], 16) == port}
     for host in _descendants(os.getpid()):

@@ -29,17 +29,17 @@ if TYPE_CHECKING:
     from cloister.server.serve import ServerApp
 
 FILES_OF_CARRIED_REQUEST: Final = 6
-"""What a leader's front holds open for one: its client, its worker, and for each of the two engines that compute its prompt and
-its answer a worker's end and a TCP connection."""
+"""Descriptors that a leader's front holds for one request on another machine: its client, its worker, and for each of the two
+engines that compute prompt and answer, one to the worker and a TCP connection."""
 
 BESIDE_FILE: Final = {"drafters": "drafters", "sampling defaults": GENERATION_FILE, "chat template": "chat_template.jinja"}
-"""Names that are read beside a GGUF file, by kind."""
+"""Names of optional files in the folder of a GGUF file, by kind."""
 
 
 def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Path | None = None) -> NoReturn:
     """Executes the launcher, which applies the hardening of a sealed node and then runs `cloister` with the given arguments.
 
-    Models are downloaded before, because a sealed node makes no outgoing calls.
+    Models are downloaded first, because a sealed node makes no outgoing connections.
 
     Raises:
         CloisterError: the model cannot be found, or there are several.
@@ -57,7 +57,7 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
     attesting = read_attesting(front)
     members = parse_unit_members(front.unit_members)
     fit_workers(config, front)
-    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a forking process must have one thread; our kernels have their own threads
+    os.environ["OPENBLAS_NUM_THREADS"] = "1"  # a process that forks must have one thread; our kernels do not use BLAS threads
     execute(
         Launch(
             profile=str(config.profile),
@@ -76,16 +76,16 @@ def launch_sealed(settings: Settings, arguments: Sequence[str], config_file: Pat
 
 
 def fit_workers(config: EngineConfig, front: ServerConfig) -> tuple[int, int]:
-    """Raises this process's file limit for the workers of a node, which processes that it starts inherit.
+    """Raises this process's file limit for the workers of a node; child processes inherit it.
 
-    Each engine may have a channel of every worker, and no process of the node may raise its limit later. The front carries
-    channels from and to other machines.
+    Each engine may have a channel to every worker, and no process of the node can raise its limit later. The front also holds
+    the channels to and from other machines.
 
     Returns:
-        How many workers there may be at once, and how many there would be without the limit.
+        The maximum number of concurrent workers, and the number without the file limit.
 
     Raises:
-        ConfigError: none fits.
+        ConfigError: the limit is too low for a single worker.
     """
     from cloister.cluster.sealed_unit import count_engines
     from cloister.private.workers.zygote import WAITING_WORKERS
@@ -110,8 +110,8 @@ def loaded_beside(config: EngineConfig, model: Path) -> dict[str, Path]:
 
 
 def watched_files(config: EngineConfig, model: Path) -> tuple[list[Path], list[Path]]:
-    """Returns all that a node may load, with the names beside GGUF files that do not exist and would be loaded too; and the
-    folders of these files, where such a name may come and go."""
+    """Returns all paths that a node may load, including optional ones beside GGUF files that do not exist yet; and the folders
+    of these files, in which an optional file could appear or disappear."""
     loaded = [model, *loaded_beside(config, model).values()]
     models = [model, *(locate_here(name) for name in _draft_names(config))]
     beside = [path for file in models for path in _beside_file(file).values()]
@@ -119,13 +119,13 @@ def watched_files(config: EngineConfig, model: Path) -> tuple[list[Path], list[P
 
 
 def _beside_file(model: Path) -> dict[str, Path]:
-    """Returns what may be read from a GGUF file's folder with it, by kind, whether it exists or not; nothing of a directory."""
+    """Returns the paths of optional files beside a GGUF file, by kind, whether they exist or not; none for a directory."""
     return {what: model.parent / name for what, name in BESIDE_FILE.items()} if model.is_file() else {}
 
 
 def manifests(config: EngineConfig) -> list[Path]:
-    """Returns the files with which a sealed process resolves names of pulled models; the models that it then reads are
-    measured."""
+    """Returns the files with which a sealed process resolves names of pulled models. They are not measured; the models that it
+    then reads are."""
     pulled = (find_named(name) for name in (config.model, *_draft_names(config)))
     return [path.parent / MANIFEST for path in pulled if path is not None and path.is_file()]
 
@@ -183,7 +183,7 @@ async def open_node(settings: Settings, announce: Callable[[str], None]) -> Serv
             loaded_beside(config, Path(engine.model.path)),
             describe_settings(config, front),
         )
-        await loaded.check()  # so what was measured just now is what was loaded
+        await loaded.check()  # so the files just measured are those that were loaded
         if not os.path.samefile(engine.model.path, path):
             raise ConfigError("the model's name resolved to other files while this node started; start it again", param="model")
         if machine is not None:
@@ -197,7 +197,7 @@ async def open_node(settings: Settings, announce: Callable[[str], None]) -> Serv
         await engine.drain(0.0)
         raise
     return_free_memory()
-    # No notice that API keys are missing: a node is not told who asks, and its gateway takes a token for each request.
+    # No notice that API keys are missing: a node never learns who sends a request; its gateway takes a token for each.
     for line in describe_start(settings, engine.model, engine.memory, engine.startup, None):
         announce(line)
     announce(f"keys in the key service ({pool.memory}), one worker for each request")
@@ -212,7 +212,7 @@ async def open_node(settings: Settings, announce: Callable[[str], None]) -> Serv
         max_workers=max_workers,
         takes_requests=machine is None or machine.takes_requests,
     )
-    announcing = asyncio.create_task(announcer.renew_forever())  # begins when this process is closed: its evidence says so
+    announcing = asyncio.create_task(announcer.renew_forever())  # starts after lockdown, which the evidence states
 
     def close() -> None:
         announcing.cancel()

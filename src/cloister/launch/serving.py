@@ -28,7 +28,7 @@ UNPROVED: Final = (
 
 
 def is_unproved(config: ServerConfig) -> bool:
-    """Whether it is a sealed node that no hardware vouches for."""
+    """Whether the server is a sealed node without hardware attestation."""
     if not config.sealed:
         return False
     from cloister.trust.attestation.software import SoftwareAttester
@@ -37,7 +37,7 @@ def is_unproved(config: ServerConfig) -> bool:
 
 
 def is_readable_on_the_way(config: ServerConfig) -> bool:
-    """Whether others on the network can read requests: no TLS, not loopback, not sealed."""
+    """Whether the network can read requests: no TLS, not loopback, not sealed."""
     return config.certfile is None and not config.sealed and not is_loopback(config.host)
 
 
@@ -49,8 +49,8 @@ def serve(settings: Settings, announce: Callable[[str], None] = print, warn: Cal
     """Serves until SIGTERM or SIGINT; returns the exit status.
 
     Args:
-        announce: called with each line about what was started and its memory.
-        warn: called with each line about what is not safe.
+        announce: called with each line about the started server and its memory.
+        warn: called with each warning about an unsafe configuration.
 
     Raises:
         CloisterError: a setting cannot be used or the model does not fit; the message says what to do.
@@ -66,7 +66,7 @@ def serve(settings: Settings, announce: Callable[[str], None] = print, warn: Cal
         if settings.server.config.otlp_endpoint is not None:
             from cloister.server.traces import check_endpoint
 
-            with refusals.collect():  # before a model is loaded for minutes
+            with refusals.collect():  # now, not after a model was loaded for minutes
                 check_endpoint(settings.server.config.otlp_endpoint)
         gate = build_gate(settings)
     set_up_logging(settings.server.config.log_format)

@@ -39,21 +39,21 @@ from cloister.types.text_files import read_text_file
 OFFLINE_STALL: Final = 100.0
 """`max_stall` of an engine without a server: prompts are computed as fast as possible."""
 LOCAL: Final = "local"
-"""Replicas are processes of this machine."""
+"""Value of the setting `on` for replicas that are processes of this machine."""
 OF_ONE_MODEL: Final[Mapping[str, object]] = {"replicas": 1, "max_replicas": None, "on": LOCAL}
-"""Settings that a server of several models does not take, and what they are when they are unset."""
+"""Settings that a server of several models refuses, with their values when unset."""
 _RAY_ADDRESS: Final = re.compile(r"auto|(?:\[[0-9a-fA-F:.]+\]|[^\s:/@\[\]]+):(\d{1,5})")
 DRAWN: Final = "capacity_random"
-"""The router that nobody can steer."""
+"""The router that draws replicas at random, so that no request can be steered."""
 SEALED_LINKS: Final = "sealed"
 """The transport of KV inside a sealed node (`engine.kv_unit`)."""
 MAX_SEALED_ENGINES: Final = 12
-"""Each engine states its own measures, and a statement has room for this many."""
+"""Most engines of a sealed node: a statement lists the hardening measures of each, and has room for this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """All settings that are decided before anything is loaded, with reasons.
+    """All settings that are resolved before anything is loaded, with reasons.
 
     Attributes:
         models: name -> engine, for several models that take turns (tables `[models.NAME]` of the file); empty for a single
@@ -124,10 +124,10 @@ def _resolve_all(flags: Mapping[str, object], config_file: Path | None, listens:
 def _take_models(from_file: dict[str, object], source: str, refusals: Refusals) -> Mapping[str, Mapping[str, object]]:
     """Removes the tables `[models.NAME]` from a file's settings and returns them.
 
-    Refused are tables that name no model, or contain a setting of the whole server.
+    Refuses tables that name no model, or contain a setting of the whole server.
 
     Raises:
-        ConfigError: they are not tables.
+        ConfigError: one is not a table.
     """
     tables = from_file.pop("models", {})
     if not isinstance(tables, dict) or not all(isinstance(table, dict) for table in tables.values()):
@@ -182,10 +182,10 @@ def _resolve_layers(layers: Sequence[tuple[str, Mapping[str, object]]], listens:
 def _check_kv_transfer(
     policy: Policy, config: EngineConfig, server: ServerConfig, *, num_replicas: int
 ) -> Iterator[CloisterError]:
-    """Refuses an exchange of KV that the profile denies, that has no effect, or that `kv_transfer` gives no address for."""
+    """Refuses a KV transfer that the profile denies, that has no effect, or whose `kv_transfer` lacks an address."""
     if config.kv_transfer is None:
         return
-    from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if asked for
+    from cloister.engine.kv_transports import KV_TRANSPORTS, has_fixed_port, lacks_address, parse_places  # only if configured
 
     names = [name for name, _ in parse_places(config.kv_transfer)]
     if unknown := set(names) - set(KV_TRANSPORTS.names()):
@@ -195,7 +195,7 @@ def _check_kv_transfer(
         yield ConfigError("kv_transfer names a transport twice; name each once", param="kv_transfer")
     feature = "sealed-kv-transfer" if server.sealed else "kv-transfer"
     yield from policy.refusals({feature: Use(True, f"setting `kv_transfer` {config.kv_transfer}")})
-    if server.sealed != (config.kv_transfer == SEALED_LINKS):  # before transports are judged, of which this node uses its own
+    if server.sealed != (config.kv_transfer == SEALED_LINKS):  # before other transports are checked: a sealed node uses its own
         yield ConfigError(
             f"engines of a sealed node exchange KV over links of their own; set kv_transfer to {SEALED_LINKS}"
             if server.sealed
@@ -234,7 +234,7 @@ def _check_kv_transfer(
 
 
 def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -> Iterator[CloisterError]:
-    """Refuses a tier that the profile denies, or that has no effect, and a `kv_tier` that names none."""
+    """Refuses a KV tier that the profile denies, that has no effect, or that does not exist."""
     lossy = is_lossy(config.kv_tier_codec)
     if config.kv_tier is None:
         if config.kv_tier_codec is not None:
@@ -246,7 +246,7 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
                 "kv_tier_admission chooses what kv_tier stores; set kv_tier, or leave it out", param="kv_tier_admission"
             )
         return
-    from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only when it was asked for
+    from cloister.engine.kv_tier_storage import KV_TIERS, ONLY_REPLICAS, parse_tiers  # only if configured
     from cloister.kv.tier_admission import DEFAULT_ADMISSION, TIER_ADMISSIONS
 
     yield from policy.refusals({"kv-tier-lossy": Use(lossy, f"setting `kv_tier_codec` {config.kv_tier_codec}")})
@@ -282,7 +282,7 @@ def _check_kv_tier(policy: Policy, config: EngineConfig, server: ServerConfig) -
 
 
 def _resolve_scaling(server: Resolved[ServerConfig], refusals: Refusals) -> Resolved[ServerConfig]:
-    """Reserves places for as many replicas as there may be, and has the last engine end if none need stay."""
+    """Reserves places for the maximum number of replicas, and lets the last engine end when idle if the minimum is 0."""
     refusals.extend(_check_scaling(server.config))
     config = server.config
     if config.max_replicas is None:
@@ -295,7 +295,7 @@ def _resolve_scaling(server: Resolved[ServerConfig], refusals: Refusals) -> Reso
 
 
 def _check_scaling(config: ServerConfig) -> Iterator[CloisterError]:
-    """Refuses settings of scaling that contradict each other or others, or have no effect."""
+    """Refuses scaling settings that have no effect, or contradict each other or other settings."""
     most, least = config.max_replicas, config.min_replicas
     if most is None:
         defaults = ServerConfig()
@@ -395,7 +395,7 @@ def _check_replicas(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
 
 
 def _check_sealed_replicas(server: ServerConfig) -> Iterator[CloisterError]:
-    """Refuses replicas that one statement cannot cover, and what needs a front that sees requests."""
+    """Refuses replicas that a single statement cannot cover, and settings that require a front that sees requests."""
     if server.on != LOCAL:
         yield ConfigError("a sealed node is one machine; leave on out, and start more nodes", param="on")
     if server.replicas > MAX_SEALED_ENGINES:
@@ -421,7 +421,7 @@ def _check_sealed_replicas(server: ServerConfig) -> Iterator[CloisterError]:
 
 
 def _check_unit(server: ServerConfig) -> Iterator[CloisterError]:
-    """Refuses a unit of several machines that is none."""
+    """Refuses inconsistent settings of a unit of several machines."""
     if server.unit_members is not None and server.unit_port is not None:
         yield ConfigError(
             "a node leads a unit or is a member of one; leave unit_members out on members, and unit_port on the leader",
@@ -442,7 +442,7 @@ def _is_in_unit(server: ServerConfig) -> bool:
 
 
 def _check_roles(server: ServerConfig) -> Iterator[CloisterError]:
-    """Refuses roles that leave prompts or answers without a replica, and settings that would have no effect."""
+    """Refuses roles without a replica for prompts or for answers, and settings without effect."""
     from cloister.cluster.roles import assign_roles
 
     given = [name for name in ("prefill", "decode", "rebalance") if getattr(server, name)]
@@ -460,7 +460,7 @@ def _check_roles(server: ServerConfig) -> Iterator[CloisterError]:
 
 
 def _check_handover(server: ServerConfig, config: EngineConfig) -> Iterator[CloisterError]:
-    """Refuses roles without a way for KV, once the profile has allowed roles: what it says to set, the profile allows too."""
+    """Refuses roles without a KV transfer. Runs once the profile has allowed roles, so it allows the suggested setting too."""
     if (server.prefill or server.decode) and config.kv_transfer is None:
         where = SEALED_LINKS if server.sealed else "shm" if server.on == LOCAL else "shm,tls"
         yield ConfigError(
@@ -470,10 +470,10 @@ def _check_handover(server: ServerConfig, config: EngineConfig) -> Iterator[Cloi
 
 
 def _resolve_router(policy: Policy, server: Resolved[ServerConfig], refusals: Refusals) -> Resolved[ServerConfig]:
-    """Chooses the router of several replicas, and refuses one that the profile denies, or that does not exist."""
+    """Chooses the router of several replicas; refuses one that the profile denies or that does not exist."""
     if server.config.replicas == 1 and server.config.on == LOCAL and not _is_in_unit(server.config):
         return server
-    from cloister.cluster import ROUTERS  # not before the engine, if there is only one
+    from cloister.cluster import ROUTERS  # late import: one replica needs no router
 
     if server.config.router is None:
         may_steer = policy.allows("load-routing") and not server.config.sealed
@@ -573,7 +573,7 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: S
     if engine.config.num_threads is None and server.ray_address is not None:
         chosen["num_threads"] = (None, "CPUs of the Ray cluster, divided among its replicas")
     elif engine.config.num_threads is None:
-        num_replicas = max(1, server.replicas - server.standby)  # those that stand by compute nothing
+        num_replicas = max(1, server.replicas - server.standby)  # standby replicas compute nothing
         why = f"CPUs that this process may use ({machine.num_cpus})"
         why += f", divided among {num_replicas} replicas" if num_replicas > 1 else ""
         chosen["num_threads"] = (max(1, machine.num_cpus // num_replicas), why)
@@ -583,7 +583,7 @@ def _resolve_machine(engine: Resolved[EngineConfig], machine: Machine, server: S
     if engine.config.backend is None:
         device = str(chosen["device"][0]) if "device" in chosen else engine.config.device
         name, why = choose_backend(device or "cpu")
-        # the model decides between the two where both are there (`launch.backend.choose_backend_for`)
+        # if both are available, the model decides (`launch.backend.choose_backend_for`)
         chosen["backend"] = (
             (None, f"native where it computes the model, else torch: {why}") if name == "native" else (name, why)
         )
@@ -606,8 +606,8 @@ def _check_unsealed(server: ServerConfig) -> Iterator[CloisterError]:
 
 
 def _resolve_sealed(engine: Resolved[EngineConfig], refusals: Refusals) -> Resolved[EngineConfig]:
-    """Disables what a sealed node's statement cannot cover, and refuses it if it was requested: cached bytes of unattested
-    origin, and adapters loaded after it was made."""
+    """Disables features that a sealed node's statement cannot cover, and refuses them if they were requested: caches of
+    unattested origin, and adapters loaded later."""
     if engine.config.runtime_adapters:
         refusals.add(
             ConfigError(

@@ -15,15 +15,15 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Final
 
 import httpx
 
-from cloister.client.envelope import Answer, seal_for_node, strip_request
+from cloister.client.envelope import seal_for_node, strip_request
 from cloister.client.protocol import Ask, Reply
-from cloister.client.residue_audit.node import KEYS_PATH, RunningProgram, SealedNode
+from cloister.client.residue_audit.node import KEYS_PATH, RunningProgram, SealedNode, open_answer
 from cloister.client.token_purchase import LOW, Buyer, Wallet, signed_budget
 from cloister.policy.credentials import Credentials
 from cloister.policy.keyfile import write_credentials
@@ -112,10 +112,10 @@ class Cloud(SealedNode):
         self._programs.append((name, program))
         return program
 
-    async def _make_epoch(self, way: httpx.AsyncBaseTransport) -> Epoch:
+    async def _make_epoch(self, transport: httpx.AsyncBaseTransport) -> Epoch:
         """Returns an epoch with the node's current key."""
-        gateway_keys = await _fetch(way, self._relay + KEYS_PATH)
-        node_keys = await _fetch(way, self._program.address + KEYS_PATH)
+        gateway_keys = await _fetch(transport, self._relay + KEYS_PATH)
+        node_keys = await _fetch(transport, self._program.address + KEYS_PATH)
         node = NodeEntry(hashlib.sha256(node_keys).hexdigest(), 1, node_keys, _NOTHING)
         gateway, now = GatewayEntry(self._gateway, gateway_keys), int(time.time())
         return Epoch(1, now - 60, now + 1800, gateway, self._issuers, (node,), _NOTHING, self._profile, ())
@@ -137,10 +137,10 @@ class CloudTransport(httpx.AsyncBaseTransport):
         self._buyer = Buyer(issuer, f"{relay}/", api_key)
         self._wallet = Wallet()
         self._buying = asyncio.Lock()
-        self._way = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=64))
+        self._transport = httpx.AsyncHTTPTransport(limits=httpx.Limits(max_connections=64))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        epoch = await self._make_epoch(self._way)
+        epoch = await self._make_epoch(self._transport)
         token = await self._take_token(epoch)
         fields = tuple((name.lower(), value) for name, value in request.headers.raw)
         plain = strip_request(request.method, request.url.raw_path, fields, await request.aread(), time.time())
@@ -150,16 +150,13 @@ class CloudTransport(httpx.AsyncBaseTransport):
             "POST", self._relay, content=envelope.sealed, headers={"content-type": CHUNKED.request_type},
             extensions=request.extensions,
         )  # fmt: skip
-        reply = await self._way.handle_async_request(posted)
+        reply = await self._transport.handle_async_request(posted)
         if reply.status_code != 200:
             return reply
-        opening = _Opening(reply, envelope.answer)
-        await opening.read_head()
-        assert envelope.answer.head is not None
-        return httpx.Response(envelope.answer.head.status, headers=list(envelope.answer.head.fields), stream=opening)
+        return await open_answer(reply, envelope.answer)
 
     async def aclose(self) -> None:
-        await self._way.aclose()
+        await self._transport.aclose()
 
     async def _take_token(self, epoch: Epoch) -> Token:
         async with self._buying:
@@ -181,49 +178,12 @@ class CloudTransport(httpx.AsyncBaseTransport):
 
     async def _ask(self, ask: Ask) -> Reply:
         asked = httpx.Request(ask.method, ask.url, headers=dict(ask.headers or {}), content=ask.body)
-        reply = await self._way.handle_async_request(asked)
+        reply = await self._transport.handle_async_request(asked)
         return Reply(reply.status_code, reply.headers.get("content-type", ""), await reply.aread())
 
 
-class _Opening(httpx.AsyncByteStream):
-    """Streams the content of an answer."""
-
-    def __init__(self, reply: httpx.Response, answer: Answer) -> None:
-        assert isinstance(reply.stream, httpx.AsyncByteStream)
-        self._reply, self._answer = reply, answer
-        self._pieces = aiter(reply.stream)
-        self._waiting = b""
-        self._is_over = False
-
-    async def read_head(self) -> None:
-        while self._answer.head is None and not self._is_over:
-            await self._read()
-        if self._answer.head is None:
-            raise httpx.RemoteProtocolError("the sealed answer has no head")
-
-    async def __aiter__(self) -> AsyncIterator[bytes]:
-        while True:
-            content, self._waiting = self._waiting, b""
-            if content:
-                yield content
-            if self._is_over:
-                return
-            await self._read()
-
-    async def aclose(self) -> None:
-        await self._reply.aclose()
-
-    async def _read(self) -> None:
-        piece = await anext(self._pieces, None)
-        if piece is None:
-            self._is_over = True
-            self._waiting += self._answer.close()
-        else:
-            self._waiting += self._answer.feed(piece)
-
-
-async def _fetch(way: httpx.AsyncBaseTransport, url: str) -> bytes:
-    reply = await way.handle_async_request(httpx.Request("GET", url))
+async def _fetch(transport: httpx.AsyncBaseTransport, url: str) -> bytes:
+    reply = await transport.handle_async_request(httpx.Request("GET", url))
     if reply.status_code != 200:
         raise EngineError(f"{url} answers {reply.status_code}")
     return await reply.aread()

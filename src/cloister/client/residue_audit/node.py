@@ -14,7 +14,7 @@ from typing import Any, Final, Protocol
 
 import httpx
 
-from cloister.client.envelope import strip_request
+from cloister.client.envelope import Answer, strip_request
 from cloister.trust.residue.processes import Process
 from cloister.trust.sealing import (
     CHUNKED,
@@ -46,7 +46,7 @@ class DirectTransport(httpx.AsyncBaseTransport):
     def __init__(self, url: str, *, shaped: bool) -> None:
         self._url = url
         self._shaped = shaped
-        self._way = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=httpx.Limits(max_connections=64))
+        self._transport = httpx.AsyncHTTPTransport(verify=ssl.create_default_context(), limits=httpx.Limits(max_connections=64))
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
         keys = await self._pass("GET", KEYS_PATH, b"", request)
@@ -60,30 +60,56 @@ class DirectTransport(httpx.AsyncBaseTransport):
         reply = await self._pass("POST", NODE_PATH, sealed, request)
         if reply.status_code != 200 or reply.headers.get("content-type") != CHUNKED.response_type:
             return reply
-        opening = _Opening(exchange, reply, shaped=self._shaped)
-        head = await opening.read_head()
-        return httpx.Response(head.status, headers=list(head.fields), stream=opening)
+        return await open_answer(reply, NodeAnswerReader(exchange, shaped=self._shaped))
 
     async def aclose(self) -> None:
-        await self._way.aclose()
+        await self._transport.aclose()
 
     async def _pass(self, method: str, path: str, content: bytes, like: httpx.Request) -> httpx.Response:
         headers = {"content-type": CHUNKED.request_type, "host": httpx.URL(self._url).netloc.decode()}
         asked: dict[str, Any] = {"content": content} if content else {}
         outgoing = httpx.Request(method, self._url + path, headers=headers, extensions=like.extensions, **asked)
-        return await self._way.handle_async_request(outgoing)
+        return await self._transport.handle_async_request(outgoing)
 
 
-class _Opening(httpx.AsyncByteStream):
+class NodeAnswerReader:
+    """Opens the answer of a node to a request that was sealed to it alone.
+
+    Args:
+        exchange: of the request.
+        shaped: whether the node's profile requires a traffic shape.
+    """
+
+    def __init__(self, exchange: OhttpContext, *, shaped: bool) -> None:
+        self.head: ResponseHead | None = None
+        self._chunks, self._message, self._unshaper = ResponseOpener(exchange), MessageReader(), Unshaper(required=shaped)
+
+    def feed(self, data: bytes) -> bytes:
+        return b"".join(self._open(plain) for plain in self._chunks.feed(data))
+
+    def close(self) -> bytes:
+        content = self._open(self._chunks.close())
+        self._unshaper.close()
+        return content
+
+    def _open(self, plain: bytes) -> bytes:
+        content = b""
+        for part in self._message.feed(self._unshaper.feed(plain)):
+            if isinstance(part, ResponseHead) and part.is_final:
+                self.head = part
+            elif isinstance(part, Content):
+                content += part.data
+        return content
+
+
+class OpenedStream(httpx.AsyncByteStream):
     """Streams the content of a sealed answer."""
 
-    def __init__(self, exchange: OhttpContext, reply: httpx.Response, *, shaped: bool) -> None:
-        self._reply = reply
-        self._chunks, self._message, self._unshaper = ResponseOpener(exchange), MessageReader(), Unshaper(required=shaped)
+    def __init__(self, reply: httpx.Response, reader: Answer | NodeAnswerReader) -> None:
         assert isinstance(reply.stream, httpx.AsyncByteStream)
+        self._reply, self._reader = reply, reader
         self._pieces = aiter(reply.stream)
-        self._head: ResponseHead | None = None
-        self._waiting: list[bytes] = []
+        self._content = b""
         self._is_over = False
 
     async def read_head(self) -> ResponseHead:
@@ -92,17 +118,17 @@ class _Opening(httpx.AsyncByteStream):
         Raises:
             httpx.RemoteProtocolError: the answer ended before.
         """
-        while self._head is None:
+        while self._reader.head is None and not self._is_over:
             await self._read()
-            if self._is_over and self._head is None:
-                raise httpx.RemoteProtocolError("the sealed answer has no head")
-        return self._head
+        if self._reader.head is None:
+            raise httpx.RemoteProtocolError("the sealed answer has no head")
+        return self._reader.head
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         while True:
-            for content in self._waiting:
+            content, self._content = self._content, b""
+            if content:
                 yield content
-            self._waiting.clear()
             if self._is_over:
                 return
             await self._read()
@@ -114,18 +140,16 @@ class _Opening(httpx.AsyncByteStream):
         piece = await anext(self._pieces, None)
         if piece is None:
             self._is_over = True
-            self._take(self._chunks.close())
-            self._unshaper.close()
+            self._content += self._reader.close()
         else:
-            for plain in self._chunks.feed(piece):
-                self._take(plain)
+            self._content += self._reader.feed(piece)
 
-    def _take(self, plain: bytes) -> None:
-        for part in self._message.feed(self._unshaper.feed(plain)):
-            if isinstance(part, ResponseHead) and part.is_final:
-                self._head = part
-            elif isinstance(part, Content) and part.data:
-                self._waiting.append(part.data)
+
+async def open_answer(reply: httpx.Response, reader: Answer | NodeAnswerReader) -> httpx.Response:
+    """Returns the response inside a sealed reply, once its head has arrived."""
+    stream = OpenedStream(reply, reader)
+    head = await stream.read_head()
+    return httpx.Response(head.status, headers=list(head.fields), stream=stream)
 
 
 START_TIMEOUT_S: Final = 120.0

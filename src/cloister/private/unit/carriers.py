@@ -1,16 +1,18 @@
-"""Carries connections to engines of another machine: from the leader, over TCP, to the member's unit port and its engine.
+"""Forwards connections to engines of another machine: from the leader, over TCP, to the member's unit port and its engine.
 
-An engine has a listener, a socket that takes descriptors of connections. For an engine of a member the leader's front makes one
-of its own, a carrier: each connection that comes is carried over a TCP connection that begins with a header. Its number, and a
-MAC under a key that only the two fronts have, admit it once. So workers and engines know nothing of machines.
+An engine has a listener, a socket that receives descriptors of connections. The leader's front opens one more listener, a
+carrier, for each engine of a member, and forwards each connection to it over a TCP connection of its own. The TCP connection
+begins with a header. The header's number, and a MAC under a key that only the two fronts have, admit it once. So workers and
+engines need not know about machines.
 
-Only the leader connects. For KV that a member's engine loads from one of the leader's it keeps a few connections in reserve,
-and the member says over one of them which engine it is for, with a MAC too. Engines of two members load none from each other.
+Only the leader opens connections. When a member's engine loads KV from an engine of the leader, the member uses one of a few
+connections that the leader keeps in reserve, and names the engine in a message with a MAC. Engines of two members never load KV
+from each other.
 
-What is carried is sealed from end to end (`engine.kv_sealed_link`): its ends agree on keys of their own, with a secret of this
-one connection that each front tells its end first. No engine and no worker has a key of another connection. An attacker in the
-network reads nothing, and ends a connection by changing, repeating or cutting what passes. The fronts could open what they
-carry, as they could before; both are measured.
+Forwarded data are sealed end to end (`engine.kv_sealed_link`): the two ends agree on keys of their own, based on a secret of
+this one connection, which each front first sends to its end. No engine or worker has a key of another connection. An attacker
+in the network cannot read anything; changing, repeating or dropping data only ends the connection. The fronts could open what
+they forward, as fronts could before; both are measured.
 """
 
 from __future__ import annotations
@@ -36,22 +38,22 @@ from cloister.engine.locked_keys import KEY_BYTES, LockedKeys
 from cloister.private.unit.pairing import CARRY, Pair, UnitRefusedError
 
 CHANNEL, KV_LINK, RESERVE = b"w", b"k", b"r"
-"""What a carried connection is: a worker's channel, one over which the leader's engine loads KV, or one for the other way."""
+"""Purpose of a forwarded connection: a worker's channel, a KV load by the leader's engine, or reserve for loads by members."""
 NUM_RESERVED: Final = 4
-"""Connections that wait for the member's engines to load KV."""
+"""Reserve connections, on which the member's engines can load KV."""
 RESERVE_PAUSE_S: Final = 1.0
-"""Before the leader opens one again that has failed."""
+"""Delay before the leader reopens a failed reserve connection."""
 CONNECT_TIMEOUT_S: Final = 5.0
 LINGER_S: Final = 10.0
-"""For one direction after the other one has ended."""
+"""How long one direction may continue after the other one has ended."""
 DEAD_S: Final = 6
-"""A machine that does not answer for so long is gone: its carried connections end."""
+"""Timeout for an unresponsive machine, after which its forwarded connections end."""
 WINDOW: Final = 4096
-"""Connections may arrive in another order than they were begun in, by so many places."""
+"""How far connections may arrive out of order, in connection numbers."""
 MAX_CARRIED: Final = 4096
-"""Workers' channels of one pair at once; a further one is closed."""
+"""Maximum number of concurrent worker channels of a pair; further ones are closed."""
 MAX_CARRIED_KV: Final = 1024
-"""The same for KV, both ways together: engines that open ever more of them take no channel from workers."""
+"""The same for KV connections in both directions. A separate limit, so that engines cannot take channels from workers."""
 _HEAD: Final = struct.Struct(">c16sHQ")
 _ENGINE: Final = struct.Struct(">H")
 _MAC_BYTES: Final = 32
@@ -63,7 +65,7 @@ _logger = logging.getLogger(__name__)
 
 
 class _PairKeys:
-    """What both fronts derive from the secret of their pair, in locked memory until `close`."""
+    """Keys that both fronts derive from the secret of their pair, in locked memory until `close`."""
 
     def __init__(self, memory: LockedKeys, pair: Pair) -> None:
         derived = HKDF(hashes.SHA256(), 2 * KEY_BYTES, pair.id, _LABEL).derive(pair.secret)
@@ -75,7 +77,7 @@ class _PairKeys:
         return self._digest(self._of_heads, head)
 
     def secret_of(self, head: bytes) -> bytes:
-        """Returns what the two ends of one connection know. Raises ConnectionAbortedError after `close`."""
+        """Returns the shared secret of one connection's two ends. Raises ConnectionAbortedError after `close`."""
         return self._digest(self._of_ends, head)
 
     def close(self) -> None:
@@ -91,7 +93,7 @@ class _PairKeys:
 
 
 class _Carried:
-    """The connections of one pair, which end with it."""
+    """The forwarded connections of one pair; they end with the pair."""
 
     def __init__(self, memory: LockedKeys, pair: Pair) -> None:
         self.pair = pair
@@ -101,14 +103,14 @@ class _Carried:
         self.has_ended = False
 
     def is_full(self, purpose: bytes) -> bool:
-        """Whether no further connection for this is carried."""
+        """Whether the limit of connections for this purpose is reached."""
         return self._num_channels >= MAX_CARRIED if purpose == CHANNEL else self._num_kv_links >= MAX_CARRIED_KV
 
     def begin(self, work: Coroutine[Any, Any, None], name: str, *owned: socket.socket, purpose: bytes | None = None) -> None:
-        """Has something done until it ends, or the pair does; then closes `owned`. Raises OSError if the pair has ended.
+        """Runs a task, which is cancelled when the pair ends; then closes `owned`. Raises OSError if the pair has ended.
 
         Args:
-            purpose: of a connection, which counts until then.
+            purpose: purpose of a connection, which counts towards the limit while the task runs.
         """
         if self.has_ended:
             work.close()
@@ -125,7 +127,7 @@ class _Carried:
 
         task = asyncio.create_task(work, name=name)
         self._tasks.add(task)
-        task.add_done_callback(end)  # also of a task that was cancelled before it began
+        task.add_done_callback(end)  # runs even if the task is cancelled before it starts
 
     def _count(self, purpose: bytes | None, change: int) -> None:
         if purpose == CHANNEL:
@@ -142,10 +144,10 @@ class _Carried:
 
 
 class LeaderCarriers:
-    """The leader's carriers: listeners that lead to engines of members, for as long as these are paired.
+    """The leader's side: listeners that forward to engines of paired members.
 
     Args:
-        memory: for keys.
+        memory: locked memory for keys.
         keep_listener: called with an engine's number in the unit and a listener of its channels; takes ownership of it.
         kv_unit: the engines of this machine, if engines exchange KV.
     """
@@ -160,7 +162,7 @@ class LeaderCarriers:
         self._numbers = count(1)
 
     def add(self, pair: Pair) -> None:
-        """Makes the carriers to a member's engines, which are numbered behind those of the machines before it."""
+        """Opens the carriers to a member's engines. Engines are numbered consecutively over all machines of the unit."""
         carried = self._pairs[pair.id] = _Carried(self._memory, pair)
         for engine in range(pair.num_engines):
             number = pair.index * pair.num_engines + engine
@@ -172,12 +174,12 @@ class LeaderCarriers:
                 carried.begin(self._keep_reserve(carried, self._kv_unit), "unit reserve")
 
     def remove(self, pair_id: bytes) -> None:
-        """Ends the carriers to a member, and all connections over them: its engines are not reached any more."""
+        """Closes the carriers to a member and all forwarded connections."""
         if (carried := self._pairs.pop(pair_id, None)) is not None:
             carried.close()
 
     def close(self) -> None:
-        """Ends all carriers."""
+        """Closes all carriers."""
         for pair_id in list(self._pairs):
             self.remove(pair_id)
 
@@ -204,7 +206,7 @@ class LeaderCarriers:
                 await pump(end, link)
 
     async def _connect(self, carried: _Carried, purpose: bytes, engine: int) -> tuple[socket.socket, bytes]:
-        """Returns a connection to the member, and the header that was sent. Raises OSError if there is none."""
+        """Returns a connection to the member, and the header that was sent. Raises OSError if it cannot connect."""
         assert carried.pair.address is not None, "a leader knows its members' addresses"
         head = _HEAD.pack(purpose, carried.pair.id, engine, next(self._numbers))
         link = socket.socket(socket.AF_INET6 if ":" in carried.pair.address[0] else socket.AF_INET, socket.SOCK_STREAM)
@@ -220,7 +222,7 @@ class LeaderCarriers:
         return link, head
 
     async def _keep_reserve(self, carried: _Carried, kv_unit: KVUnit) -> None:
-        """Keeps one connection ready for the member's engines, and another one after it was taken."""
+        """Keeps one reserve connection open for the member's engines, and replaces it once it is used."""
         while True:
             try:
                 async with asyncio.timeout(CONNECT_TIMEOUT_S):
@@ -243,13 +245,13 @@ class LeaderCarriers:
 
 @dataclass
 class _Window:
-    """Numbers of connections that were seen: each is admitted once, and none that is older than `WINDOW` others."""
+    """Anti-replay window over connection numbers: admits each number once, and none older than the newest by `WINDOW`."""
 
     highest: int = 0
     seen: int = 0
 
     def admit(self, number: int) -> bool:
-        """Returns whether it is new."""
+        """Returns whether the number is new, and marks it as seen."""
         if number > self.highest:
             self.seen = (self.seen << min(number - self.highest, WINDOW) | 1) & ((1 << WINDOW) - 1)
             self.highest = number
@@ -262,10 +264,10 @@ class _Window:
 
 
 class MemberCarriers:
-    """A member's side: gives connections that its leader carries to the engines of this machine.
+    """A member's side: hands connections forwarded by its leader to the engines of this machine.
 
     Args:
-        memory: for keys.
+        memory: locked memory for keys.
 
     Attributes:
         kv_unit: the engines of this machine, if engines exchange KV.
@@ -280,13 +282,13 @@ class MemberCarriers:
         self._reserve: asyncio.Queue[tuple[socket.socket, bytes]] = asyncio.Queue(NUM_RESERVED)
 
     def keep_listener(self, engine: int, listener: socket.socket) -> None:
-        """Takes the listener of an engine's channels over, in place of an earlier one."""
+        """Takes ownership of the listener of an engine's channels; replaces an earlier one."""
         if (old := self._listeners.pop(engine, None)) is not None:
             old.close()
         self._listeners[engine] = listener
 
     def set_leader(self, pair: Pair) -> None:
-        """Serves this leader from now on."""
+        """Serves this leader, in place of an earlier one."""
         self._end()
         carried = self._carried = _Carried(self._memory, pair)
         self._window = _Window()
@@ -303,17 +305,17 @@ class MemberCarriers:
             self._end()
 
     def close(self) -> None:
-        """Ends all connections, and reaches no engine any more."""
+        """Ends all connections, and closes the engines' listeners."""
         self._end()
         for listener in self._listeners.values():
             listener.close()
         self._listeners.clear()
 
     async def carry(self, link: socket.socket, first: bytes) -> None:
-        """Takes over a connection to the unit port that begins with `CARRY`; the caller limits the time.
+        """Takes ownership of a connection to the unit port that begins with `CARRY`; the caller limits the time.
 
         Raises:
-            UnitRefusedError: the leader did not make it, or has made it before; nothing more was read.
+            UnitRefusedError: it is not from the leader, or a replay; nothing more was read.
             OSError: the engine does not run, or the connection has ended.
         """
         received = await _receive(link, _HEAD.size + _MAC_BYTES)
@@ -326,7 +328,7 @@ class MemberCarriers:
             raise UnitRefusedError("carrier", "a connection of the leader was repeated by somebody else")
         watch_peer(link)
         if purpose == RESERVE:
-            if self._reserve.full():  # the leader keeps no more than these: it has lost the oldest one
+            if self._reserve.full():  # the leader keeps no more than these, so it has lost the oldest one
                 self._reserve.get_nowait()[0].close()
             self._reserve.put_nowait((link, head))
             return
@@ -346,7 +348,7 @@ class MemberCarriers:
                 carried.begin(self._carry_back(carried, engine, end), "carried connection", end, purpose=KV_LINK)
 
     async def _carry_back(self, carried: _Carried, engine: int, end: socket.socket) -> None:
-        """Carries a connection to an engine of the leader, over one that the leader keeps in reserve."""
+        """Forwards a connection to an engine of the leader over a reserve connection."""
         with contextlib.suppress(OSError):
             async with asyncio.timeout(CONNECT_TIMEOUT_S):
                 link, request = await self._take_reserved(carried, engine)
@@ -356,8 +358,8 @@ class MemberCarriers:
                 await pump(end, link)
 
     async def _take_reserved(self, carried: _Carried, engine: int) -> tuple[socket.socket, bytes]:
-        """Returns the first reserved connection that has not ended, and what was said over it of the engine. Raises OSError if
-        the pair has ended."""
+        """Returns the first reserve connection that is still open, and the request for the engine that was sent over it. Raises
+        OSError if the pair has ended."""
         while True:
             link, head = await self._reserve.get()
             request = head + _ENGINE.pack(engine)
@@ -382,7 +384,7 @@ class MemberCarriers:
 
 
 async def _accept(listener: socket.socket) -> AsyncIterator[socket.socket]:
-    """Yields connections whose descriptors come, until there will be none."""
+    """Yields the connections whose descriptors arrive at a listener, until its other end is closed."""
     while True:
         await wait_readable(listener)
         message, descriptors, _, _ = socket.recv_fds(listener, _MESSAGE_BYTES, 1, socket.MSG_CMSG_CLOEXEC)
@@ -391,14 +393,14 @@ async def _accept(listener: socket.socket) -> AsyncIterator[socket.socket]:
         for descriptor in descriptors:
             try:
                 sock = socket.socket(fileno=descriptor)
-            except OSError:  # it is none: no engine that is well sends such
+            except OSError:  # not a socket: a healthy sender never passes one
                 os.close(descriptor)
             else:
                 yield sock
 
 
 def _has_ended(link: socket.socket) -> bool:
-    """Whether the other side has ended a connection over which it says nothing first."""
+    """Whether the other side has closed a connection on which it never speaks first."""
     try:
         return link.recv(1, socket.MSG_PEEK) == b""
     except BlockingIOError:
@@ -408,7 +410,7 @@ def _has_ended(link: socket.socket) -> bool:
 
 
 async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
-    """Returns so many bytes. Raises OSError if the connection ends before."""
+    """Returns exactly `num_bytes` bytes. Raises OSError if the connection ends before."""
     received = bytearray()
     while len(received) < num_bytes:
         if not (data := await asyncio.get_running_loop().sock_recv(sock, num_bytes - len(received))):
@@ -418,10 +420,10 @@ async def _receive(sock: socket.socket, num_bytes: int) -> bytes:
 
 
 async def _hand_over(secret: bytes, target: socket.socket | KVUnit, engine: int) -> socket.socket:
-    """Gives an engine of this machine a new connection that begins with a secret; returns the other end.
+    """Passes a new connection, which begins with a secret, to an engine of this machine; returns the other end.
 
     Args:
-        target: listener of the engine's channels; or what connects engines that exchange KV.
+        target: listener of the engine's channels, or the KV connections between engines.
 
     Raises:
         OSError: the engine does not run.
@@ -447,7 +449,7 @@ async def _pump_all(near: socket.socket, link: socket.socket) -> None:
 
 
 def watch_peer(link: socket.socket) -> None:
-    """Has the kernel end a TCP connection whose other machine does not answer, also while nothing is sent."""
+    """Sets TCP keepalive and timeouts, so that the kernel ends a connection whose peer is unresponsive, even if it is idle."""
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     link.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, DEAD_S // 3)
@@ -457,8 +459,8 @@ def watch_peer(link: socket.socket) -> None:
 
 
 async def pump(one: socket.socket, other: socket.socket) -> None:
-    """Passes on what either side sends until both have ended, or one has failed; it keeps one buffer for each direction, and
-    reads no more before that is sent. The caller closes both.
+    """Forwards data in both directions until both sides have ended or one has failed. Each direction has one buffer, and reads
+    again only once it is sent. The caller closes both sockets.
 
     Raises:
         OSError: a side has failed.

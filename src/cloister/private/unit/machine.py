@@ -1,4 +1,4 @@
-"""This node's part in a sealed unit of several machines: its key, its side of the pairings, and its carriers."""
+"""This node's role in a sealed unit of several machines: its key, its side of the pairings, and its carriers."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ from cloister.types.config import ServerConfig, parse_unit_members
 from cloister.types.logs import describe
 
 START_TIMEOUT_S: Final = 600.0
-"""A leader waits so long for the evidence of its members, which may be loading their models."""
+"""How long a leader waits for the evidence of its members, which may be loading their models."""
 BROKEN: Final = "the part of this node that keeps its unit together has failed; start the node again"
 
 _logger = logging.getLogger(__name__)
 
 KeepListener = Callable[[int, socket.socket], None]
-"""Takes over the listener of an engine, by its number."""
+"""Takes ownership of the listener of an engine, by the engine's number."""
 
 
 class UnitMachine(ABC):
-    """A machine of a unit. `open_machine` makes one before the node's engines start.
+    """A machine of a unit. `open_machine` creates it before the node's engines start.
 
     Attributes:
-        fault: why the node has to end; None while all is well.
+        fault: why the node must stop; None if there is no fault.
         takes_requests: whether clients seal to this node.
     """
 
@@ -46,23 +46,23 @@ class UnitMachine(ABC):
 
     @abstractmethod
     def keep_listener(self, index: int, listener: socket.socket) -> None:
-        """Hears of each listener of an engine of this machine; it stays the caller's."""
+        """Called with each listener of an engine of this machine; the caller keeps ownership."""
 
     @abstractmethod
     async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
-        """Begins to keep the unit together; returns what the node's statements say of it.
+        """Starts pairing with the other machines; returns the source of the unit's entries in the node's statements.
 
         Args:
-            keep_carrier: gets listeners that lead to engines of other machines.
+            keep_carrier: takes ownership of listeners that forward to engines of other machines.
             kv_unit: the engines of this machine, if engines exchange KV.
 
         Raises:
-            UnitRefusedError: the evidence of a member is refused, or does not come.
+            UnitRefusedError: the evidence of a member is refused, or does not arrive in time.
         """
 
     @abstractmethod
     def leave(self) -> None:
-        """Called when the node is told to stop, before its engines are: what others have here goes on elsewhere."""
+        """Called when the node shuts down, before its engines stop, so that other machines' requests move elsewhere."""
 
     def close(self) -> None:
         """Ends all connections with other machines, and wipes the keys."""
@@ -89,7 +89,7 @@ class LeaderMachine(UnitMachine):
         self._carriers: LeaderCarriers | None = None
 
     def keep_listener(self, index: int, listener: socket.socket) -> None:
-        """Only this node's own workers reach its engines over listeners."""
+        """Does nothing: only this node's own workers connect to its engines' listeners."""
 
     async def join(self, verifier: PeerVerifier, keep_carrier: KeepListener, kv_unit: KVUnit | None) -> UnitSide:
         carriers = self._carriers = LeaderCarriers(self._key.memory, keep_carrier, kv_unit)
@@ -108,7 +108,7 @@ class LeaderMachine(UnitMachine):
         return leader
 
     def leave(self) -> None:
-        """Members have nothing here."""
+        """Does nothing: members run no requests here."""
 
     def close(self) -> None:
         if self._carriers is not None:
@@ -117,7 +117,7 @@ class LeaderMachine(UnitMachine):
 
 
 class MemberMachine(UnitMachine):
-    """A node whose engines its leader's workers use.
+    """A node whose engines are used by its leader's workers.
 
     Raises:
         ConfigError: the unit port cannot be used.
@@ -150,7 +150,7 @@ class MemberMachine(UnitMachine):
 
     def leave(self) -> None:
         if self._work is not None:
-            self._work.cancel()  # the leader notices at once, and its workers that have requests here
+            self._work.cancel()  # the leader, and its workers with requests here, notice at once
         self._carriers.close()
 
     def close(self) -> None:
@@ -161,7 +161,7 @@ class MemberMachine(UnitMachine):
 
 @dataclass(frozen=True)
 class DrainedMachine:
-    """The engines of a machine of a unit, which are drained once it has left the unit."""
+    """The engines of a unit's machine. To drain them, it first leaves the unit."""
 
     machine: UnitMachine
     engine: RequestClient
@@ -173,13 +173,13 @@ class DrainedMachine:
 
 
 def open_machine(front: ServerConfig, longest_request_s: float) -> UnitMachine | None:
-    """Returns this node's part in its unit; None if it is no machine of one.
+    """Returns this node's role in its unit; None if it does not belong to one.
 
     Args:
-        longest_request_s: for how long a worker of a request lives at most.
+        longest_request_s: maximum lifetime of a request's worker.
 
     Raises:
-        ConfigError: no memory may be locked, or the unit port cannot be used.
+        ConfigError: memory cannot be locked, or the unit port cannot be used.
     """
     if front.unit_members is not None:
         return LeaderMachine(UnitKey("unit_members"), front, longest_request_s)

@@ -1,9 +1,9 @@
-"""The machines of a sealed unit find each other: the leader connects to its members, both sides verify each other's evidence,
-and again whenever it is renewed; a machine that does not come up to it, or is silent, is dropped.
+"""Membership of a sealed unit: the leader connects to its members, and both sides verify each other's evidence, again whenever
+it is renewed. A machine is dropped if its evidence is refused or if it is silent.
 
-A member is usable for the leader's workers only if every statement of the leader that a request may still run under lists it: a
-client that sealed to the leader under an older statement agreed to the machines in that one. Such a request may come until the
-key of that statement ends, which is later than the statement where a member's evidence ended first.
+The leader's workers may use a member only if it is listed in every statement of the leader under which a request may still run:
+a client that sealed to the leader under an older statement agreed to the machines in that one. Such a request may arrive until
+the statement's key ends, which may be later than the end of the statement itself, if a member's evidence ended first.
 """
 
 from __future__ import annotations
@@ -49,16 +49,16 @@ from cloister.types.errors import ConfigError
 from cloister.types.logs import describe
 
 MAX_UNPROVED: Final = 32
-"""Most connections to a member's unit port that have proved nothing yet; a further one takes the place of the oldest."""
+"""Maximum number of unauthenticated connections to a member's unit port; a further one replaces the oldest."""
 LAST_WORDS_S: Final = 1.0
 SAY_EVERY_S: Final = 5.0
-"""Least time between two lines about refused leaders in a member's log."""
+"""Minimum interval between two log lines of a member about refused leaders."""
 MARGIN_BYTES: Final = 4096
-"""What a node's next statement may be longer than those that it knows: the log's checkpoint has more witnesses, say."""
+"""Allowance for a longer next statement, for example with more witnesses in the log's checkpoint."""
 LISTED_BYTES: Final = 128
-"""What a statement and evidence have for each member besides its document: a digest, and a name."""
+"""Size of a member's digest and name in statement and evidence, in addition to its document."""
 NO_UNIT: Final = "protocol"
-"""The reason if what comes is no message of a unit."""
+"""Reason of a refusal if the other side does not speak the unit protocol."""
 _OF_MEMBERS: Final = frozenset(member_extra(number) for number in range(1, MAX_UNIT_MEMBERS + 1))
 _LENGTH: Final = struct.Struct(">I")
 _TAG_BYTES: Final = 16
@@ -67,20 +67,20 @@ _logger = logging.getLogger(__name__)
 
 
 class _NotReachedError(OSError):
-    """Nothing answers at an address."""
+    """The connection attempt timed out."""
 
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds.
+    """Timeouts and intervals in seconds.
 
     Attributes:
-        connect_s, handshake_s: limits on a connection, and on all of a handshake with its verifications.
-        ping_s: between two messages of a leader to a member, which bring news of either's evidence.
-        silent_s: limit on the wait for the other side's next message; then it is lost.
-        retry_s: until a leader tries a member again.
-        listed_s: a member is listed while its evidence has more than this left. It renews evidence that has 15 minutes left; if
-            it is lost, it may come back until then, and if it does not renew, the node's own evidence does not end with it.
+        connect_s, handshake_s: timeouts of a connection attempt, and of a whole handshake with its verifications.
+        ping_s: interval of the leader's messages to a member, with which both exchange new evidence.
+        silent_s: timeout for the other side's next message, after which it is lost.
+        retry_s: delay before a leader retries a member.
+        listed_s: minimum remaining validity of a listed member's evidence. Members renew evidence that has 15 minutes left. So
+            a lost member may return until then, and one that does not renew does not shorten the node's own evidence.
     """
 
     connect_s: float = 5.0
@@ -93,12 +93,12 @@ class UnitTimes:
 
 @dataclass(frozen=True)
 class UnitListing:
-    """What a node's next statement says about its unit.
+    """The unit's entries in a node's next statement.
 
     Attributes:
         members: see `Statement.unit_members`.
-        documents: the evidence of these, which clients get with the node's.
-        ends_s: when the first of these ends, Unix seconds; None without members. No statement that lists them may end later.
+        documents: the members' evidence, which clients get with the node's.
+        ends_s: earliest expiry of the members' evidence, Unix seconds; None without members. The statement may not outlive it.
     """
 
     members: tuple[str, ...] = ()
@@ -107,7 +107,7 @@ class UnitListing:
 
 
 class UnitSide(Protocol):
-    """A node's part in its unit, as what makes its statements sees it.
+    """A node's role in its unit, as needed for its statements.
 
     Attributes:
         key: the node's unit key.
@@ -116,10 +116,10 @@ class UnitSide(Protocol):
     key: UnitKey
 
     def list_members(self) -> UnitListing:
-        """Returns what the next statement says."""
+        """Returns the unit's entries in the next statement."""
 
     def take_evidence(self, document: bytes) -> None:
-        """Takes the node's new evidence, which is shown to other machines from now on."""
+        """Sets the node's new evidence, which is sent to other machines from now on."""
 
 
 # -- the leader
@@ -127,15 +127,15 @@ class UnitSide(Protocol):
 
 @dataclass
 class _Member:
-    """A member, as its leader knows it.
+    """The leader's view of a member.
 
     Attributes:
-        document, statement: its verified evidence; None before.
-        pair: while both have proved themselves on a connection that lives.
-        is_used: whether its engines were handed to workers.
-        withdrawn: why they are not any more: the connection ends, and the next one has a pair of its own. Empty: they are, or
-            never were.
-        excess: why the next statement does not list it, though its evidence is good. Empty: it does.
+        document, statement: its verified evidence; empty and None before.
+        pair: set while a connection is authenticated on both sides.
+        is_used: whether workers can use its engines.
+        withdrawn: why workers can no longer use its engines: the connection then ends, and the next one makes a new pair. Empty
+            if they can, or never could.
+        excess: why the next statement omits it although its evidence is valid; empty if it is listed.
     """
 
     index: int
@@ -155,13 +155,13 @@ class _Member:
 
 @dataclass(frozen=True)
 class _Stated:
-    """A statement of this node.
+    """An earlier or current statement of this node.
 
     Attributes:
-        keys: those that it names.
+        keys: the keys that it names.
         members: digests of the members that it lists.
-        opens_until_s: by then its keys have ended. Until they end they open what was sealed to them, also if the statement has
-            ended: somebody may have held the request meanwhile.
+        opens_until_s: latest expiry of its keys, Unix seconds. Until then they open requests even if the statement has expired:
+            an attacker may have delayed the request.
     """
 
     keys: bytes
@@ -170,16 +170,15 @@ class _Stated:
 
 
 class UnitLeader:
-    """The leader's side: it knows its members by their addresses, and uses each that proves itself.
+    """The leader's side: connects to the members at their addresses, and uses those that authenticate.
 
     Args:
         addresses: unit ports of the members, (IP address, port).
-        verifier: judges their evidence.
-        num_engines: engines of this machine, and so of each.
-        longest_request_s: for how long a request runs at most: so much later than the key that opened it, it may still be given
-            to an engine.
-        on_pair: called when a member has become usable. If it raises OSError, the pair is lost, and made again later.
-        on_lost: called with the id of a pair whose member is not usable any more, also if `on_pair` failed for it.
+        verifier: verifies their evidence.
+        num_engines: engines of this machine, and so of every machine.
+        longest_request_s: maximum duration of a request: how long after the expiry of its key it may still need an engine.
+        on_pair: called when a member becomes usable. If it raises OSError, the pair is dropped and made again later.
+        on_lost: called with the id of a pair whose member is no longer usable, even if `on_pair` failed for it.
         now: returns Unix seconds.
     """
 
@@ -200,7 +199,7 @@ class UnitLeader:
         self._members = [_Member(index, address) for index, address in enumerate(addresses, 1)]
         self._verifier = verifier
         self._num_engines = num_engines
-        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s  # this clock may be set by a little, and that of the keys is not
+        self._late_s = MAX_CLOCK_SKEW_S + longest_request_s  # keys expire by a clock that is never set, unlike this one
         self._on_pair, self._on_lost = on_pair, on_lost
         self._now = now
         self._times = times
@@ -209,15 +208,15 @@ class UnitLeader:
         self._stated: list[_Stated] = []
 
     async def start(self, deadline_s: float) -> None:
-        """Waits until each member has shown evidence that is accepted, so that the first statement lists all of them. A member
-        that does not answer, or has no evidence yet, is asked again.
+        """Waits until the evidence of every member is accepted, so that the first statement lists all of them. Retries members
+        that do not answer or have no evidence yet.
 
         Args:
-            deadline_s: on the clock of the event loop.
+            deadline_s: time of the event loop's clock.
 
         Raises:
-            UnitRefusedError: the evidence of one is refused, it does not answer in time, or the evidence of all is longer than
-                clients read.
+            UnitRefusedError: a member's evidence is refused, a member does not answer in time, or the total evidence is longer
+                than clients read.
         """
         await asyncio.gather(*(self._look(member, deadline_s) for member in self._members))
         if (why := self._find_excess(self._members)) is not None:
@@ -243,20 +242,21 @@ class UnitLeader:
         now_s = self._now()
         self._stated = [one for one in self._stated if one.opens_until_s > now_s - self._late_s]
         of_key = (one.opens_until_s for one in self._stated if one.keys == statement.keys)
-        # Keys that are new here were drawn before. `not_before` may be long before that, if no evidence came meanwhile.
+        # New keys were drawn before now, so this bounds their expiry. `not_before` may be much earlier, if no evidence was made
+        # meanwhile.
         opens_until_s = next(of_key, max(now_s + NODE_KEY_LIFE_S, statement.not_after))
         self._stated.append(_Stated(statement.keys, frozenset(statement.unit_members), opens_until_s))
         self._use_members()
 
     async def run(self) -> None:
-        """Connects to each member, and stays connected, until cancelled."""
+        """Connects to every member and stays connected until cancelled."""
         async with asyncio.TaskGroup() as group:
             for member in self._members:
                 group.create_task(self._keep(member))
 
     def _find_excess(self, members: Sequence[_Member]) -> str | None:
-        """Returns why this node's evidence with that of these members, in base64, is more than clients read; None if it is not.
-        Statements of one configuration have about one length, and certificates of one maker."""
+        """Returns why the evidence of this node and these members, in base64, exceeds what clients read; None if it does not.
+        This is an estimate: statements of one configuration have similar lengths, as have certificates of one vendor."""
         own = msgspec.structs.replace(self._own, extra={n: v for n, v in self._own.extra.items() if n not in _OF_MEMBERS})
         statements = [own.statement, *(read_evidence(member.document).statement for member in members)]
         parts = [*(member.document for member in members), max(statements, key=len)]
@@ -274,7 +274,7 @@ class UnitLeader:
         return member.statement is not None and member.statement.not_after - self._now() > self._times.listed_s
 
     def _may_use(self, member: _Member) -> bool:
-        ended_s = self._now() - self._late_s  # with the requests that its keys opened
+        ended_s = self._now() - self._late_s  # plus the duration of requests that the keys opened
         valid = [one.members for one in self._stated if one.opens_until_s > ended_s]
         return bool(valid) and all(member.digest in members for members in valid)
 
@@ -285,7 +285,7 @@ class UnitLeader:
                 member.is_used = True
                 try:
                     self._on_pair(member.pair)
-                except OSError as error:  # no descriptors are left; the node's evidence is renewed all the same
+                except OSError as error:  # out of descriptors; the node's evidence is renewed regardless
                     self._withdraw(member, f"this node cannot reach its engines ({error.strerror or type(error).__name__})")
             elif member.pair is not None and member.is_used and not may_use:
                 self._withdraw(member, member.excess or "it does not renew its evidence; its log says why")
@@ -321,12 +321,12 @@ class UnitLeader:
                 await self._stay(member)
             except (OSError, EOFError, TimeoutError, UnitRefusedError) as error:
                 self._say(member, _describe(error))
-            except Exception as error:  # an error in the program: it ends neither the other members nor the node
+            except Exception as error:  # a bug must end neither the other members nor the node
                 self._say(member, describe(error))
             await asyncio.sleep(self._times.retry_s)
 
     async def _stay(self, member: _Member) -> None:
-        """One connection: pairs, and exchanges news until either side is lost or refused."""
+        """Runs one connection: pairs, and exchanges new evidence until either side is lost or refused."""
         reader, writer = await self._connect(member)
         try:
             async with asyncio.timeout(self._times.handshake_s):
@@ -334,7 +334,7 @@ class UnitLeader:
                 statement = await self._ask(member, handshake, reader, writer)
                 document = self._document
                 if not document:
-                    return  # the first statement is made now, or the log says why not
+                    return  # the first statement is being made, or the log says why not
                 if member.digest not in read_statement(read_evidence(document).statement).unit_members:
                     coming = "this node's statement does not list it; the next one will, unless the log says why not"
                     self._say(member, member.excess or coming)
@@ -399,7 +399,7 @@ class UnitLeader:
     async def _ask(
         self, member: _Member, handshake: LeaderHandshake, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
     ) -> Statement:
-        """Exchanges hello and offer, and takes the member's evidence; returns its statement."""
+        """Exchanges hello and offer, and verifies the member's evidence; returns its statement."""
         writer.write(_frame(handshake.hello))
         document = handshake.read_offer(await _read_frame(reader, MAX_FRAME_BYTES))
         statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
@@ -408,7 +408,7 @@ class UnitLeader:
         return statement
 
     async def _renew(self, member: _Member, document: bytes) -> None:
-        """Verifies new evidence of a member that has proved itself."""
+        """Verifies new evidence of an authenticated member."""
         statement = await asyncio.to_thread(self._verifier.judge_member, document, self._now())
         if digest_of(statement.unit_key) != member.digest:
             raise UnitRefusedError("handshake", "the member is dropped: its new evidence names another key")
@@ -420,12 +420,13 @@ class UnitLeader:
                 continue
             if other.pair is not None or not self._document:
                 raise UnitRefusedError("twice", "the member is named twice; name each member once in --unit-members")
-            # it has moved to this address; the one that was here is listed on, as one that is lost is, and may be there now
+            # The member has moved to this address. The one that was here stays listed, like any lost member, and may have moved
+            # to the other address.
             other.document, other.statement = member.document, member.statement
         member.document, member.statement = document, statement
 
     def _describe_first(self, member: _Member, error: BaseException) -> str:
-        """Returns why a member that has never been reached is not: its address may be wrong."""
+        """Describes a failure of a member that was never reached, so that its address may be wrong."""
         _, port = member.address
         check = f"is {port} what its --unit-port says? Another program may listen there"
         if isinstance(error, ConnectionRefusedError):
@@ -443,7 +444,7 @@ class UnitLeader:
         return _describe(error)
 
     def _say(self, member: _Member, why: str) -> None:
-        """Logs why a member is not used, once for each reason."""
+        """Logs why a member is not used; a repeated reason is logged once."""
         if why != member.last_word:
             _logger.warning("member %d of the unit, %s, is not used: %s", member.index, _show(member), why)
         member.last_word = why
@@ -462,17 +463,17 @@ class _Session:
 
 
 class UnitPort:
-    """A member's side: its port, at which its leader proves itself, and over which connections to its engines come.
+    """A member's side: the port at which its leader authenticates, and to which it forwards connections to engines.
 
     Args:
-        verifier: judges the leader's evidence.
-        num_engines: engines of this machine, and so of each.
-        carry: takes a connection over whose first byte was `CARRY`, and that byte. It returns when it has verified who is at
-            the other end; the connection is then its own. If it fails, or is cancelled because it takes longer than a handshake
-            may, the connection is closed here.
-        on_leader: called when a leader has proved itself. If it raises OSError, that one is refused, and may come again.
-        on_leader_lost: called with the id of a pair whose leader is lost, also if `on_leader` failed for it; nothing more may
-            be done for it.
+        verifier: verifies the leader's evidence.
+        num_engines: engines of this machine, and so of every machine.
+        carry: called with a connection whose first byte was `CARRY`, and that byte. It returns once it has authenticated the
+            peer, and then owns the connection. If it fails, or exceeds the time of a handshake and is cancelled, the connection
+            is closed here.
+        on_leader: called when a leader has authenticated. If it raises OSError, the leader is refused, and may retry.
+        on_leader_lost: called with the id of a pair whose leader is lost, even if `on_leader` failed for it; everything of the
+            pair must end.
         now: returns Unix seconds.
     """
 
@@ -503,7 +504,7 @@ class UnitPort:
         self._last_word, self._said_s = "", float("-inf")
 
     def list_members(self) -> UnitListing:
-        """See `UnitSide.list_members`: a member has none."""
+        """See `UnitSide.list_members`. A member lists none."""
         return UnitListing()
 
     def take_evidence(self, document: bytes) -> None:
@@ -519,12 +520,12 @@ class UnitPort:
         listener.setblocking(False)
         try:
             while True:
-                await wait_readable(listener)  # in each turn of the loop one: those that were ended are closed in between
+                await wait_readable(listener)  # accept one per turn of the loop, so that cancelled ones are closed in between
                 try:
                     sock, _ = listener.accept()
-                except BlockingIOError:  # it has gone meanwhile
+                except BlockingIOError:  # the peer has gone meanwhile
                     continue
-                except OSError:  # no descriptors are left, or the caller has gone
+                except OSError:  # out of descriptors, or the peer has gone
                     await asyncio.sleep(self._times.retry_s)
                     continue
                 if len(self._unproved) >= MAX_UNPROVED:
@@ -542,7 +543,7 @@ class UnitPort:
     def _forget(self, sock: socket.socket, task: asyncio.Task[None]) -> None:
         self._tasks.pop(task, None)
         self._unproved.pop(task, None)
-        if task.cancelled():  # perhaps before it began
+        if task.cancelled():  # possibly before it started
             sock.close()
 
     async def _answer(self, sock: socket.socket) -> None:
@@ -560,7 +561,7 @@ class UnitPort:
         except UnitRefusedError as error:
             self._say(error.message)
         except (OSError, EOFError, TimeoutError):
-            pass  # a leader that only looked, or somebody else
+            pass  # a leader that only fetched evidence, or a stranger
         finally:
             if not is_taken:
                 sock.close()
@@ -575,7 +576,7 @@ class UnitPort:
                 await writer.drain()
                 raise
             except asyncio.CancelledError:
-                writer.transport.abort()  # its place was given to another one: no last words
+                writer.transport.abort()  # replaced by another connection: close at once
                 raise
             task = asyncio.current_task()
             assert task is not None
@@ -594,7 +595,7 @@ class UnitPort:
         handshake = MemberHandshake(self.key, self._document)
         writer.write(_frame(handshake.offer(hello)))
         index, document = handshake.read_claim(await _read_frame(reader, MAX_FRAME_BYTES))
-        answer, agreed = handshake.accept(read_leader_key(document))  # before the rest: anybody can have evidence of others
+        answer, agreed = handshake.accept(read_leader_key(document))  # first, as evidence is public
         async with self._judging:  # one at a time
             statement = await asyncio.to_thread(self._verifier.judge_leader, document, self.key.public, self._now())
         if self._session is not None and self._session.leader_key != statement.unit_key:
@@ -613,8 +614,8 @@ class UnitPort:
         reader: asyncio.StreamReader,
         writer: asyncio.StreamWriter,
     ) -> None:
-        """Exchanges news with a leader that has proved itself, until it is lost or refused. An earlier connection of the same
-        leader ends: it lost that one."""
+        """Exchanges new evidence with an authenticated leader until it is lost or refused. Ends an earlier connection of the
+        same leader, which must have lost it."""
         try:
             if self._session is not None:
                 earlier, self._session = self._session, None
@@ -623,7 +624,7 @@ class UnitPort:
             self._session = session
             try:
                 self._on_leader(session.pair)
-            except OSError as error:  # no descriptors are left
+            except OSError as error:  # out of descriptors
                 why = f"this member cannot serve a leader now ({error.strerror or type(error).__name__})"
                 writer.write(_frame(encode_refusal(why)))
                 raise UnitRefusedError("files", why) from None
@@ -652,7 +653,7 @@ class UnitPort:
                 self._on_leader_lost(session.pair.id)
 
     def _say(self, why: str) -> None:
-        """Logs why a leader was refused; once for each reason, and no faster than anybody who reaches the port could want."""
+        """Logs why a leader was refused: a repeated reason once, and at a limited rate, as anyone may connect."""
         now_s = asyncio.get_running_loop().time()
         if why != self._last_word and now_s - self._said_s >= SAY_EVERY_S:
             _logger.warning("the unit port: %s", why)
@@ -686,7 +687,7 @@ async def _read_frame(reader: asyncio.StreamReader, most_bytes: int) -> bytes:
 
 
 async def _end(writer: asyncio.StreamWriter) -> None:
-    """Closes a connection, with a moment for what was written last."""
+    """Closes a connection, after a short wait for its last data to be sent."""
     writer.close()
     with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(LAST_WORDS_S):
