@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ParamSpec
 
 from cloister.engine.core import EngineCore
 from cloister.launch import build_engine, processes
@@ -20,37 +20,33 @@ from cloister.types.events import Outputs
 if TYPE_CHECKING:
     import pytest
 
+P = ParamSpec("P")
 SLOW = ("tests.slow_engine", "serve")
 ENTRY = "tests.slow_engine:build_slow_engine"
 STEP_S = 0.01
 """A step takes so much longer than it computes: some fifty times as long."""
 
 
-Emit = Callable[[Outputs], None] | None
-
-
 def build_slow_engine(config: EngineConfig) -> EngineCore:
     """Entry point of an engine process."""
     core = build_engine(config)
-    step = core.step
-    core.step = lambda emit=None: _rest_after(step(emit))  # type: ignore[method-assign]
+    core.step = _slowly(core.step)  # type: ignore[method-assign]
     return core
 
 
 def slow_down(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has the engines of this process take their time until the test ends, those too that run already."""
-    step = EngineCore.step
-
-    def step_slowly(core: EngineCore, emit: Emit = None) -> Outputs | None:
-        return _rest_after(step(core, emit))
-
-    monkeypatch.setattr(EngineCore, "step", step_slowly)
+    monkeypatch.setattr(EngineCore, "step", _slowly(EngineCore.step))
 
 
-def _rest_after(outputs: Outputs | None) -> Outputs | None:
-    if outputs is not None:
-        time.sleep(STEP_S)
-    return outputs
+def _slowly(step: Callable[P, Outputs | None]) -> Callable[P, Outputs | None]:
+    def step_slowly(*args: P.args, **kwargs: P.kwargs) -> Outputs | None:
+        outputs = step(*args, **kwargs)
+        if outputs is not None:
+            time.sleep(STEP_S)
+        return outputs
+
+    return step_slowly
 
 
 if __name__ == "__main__":

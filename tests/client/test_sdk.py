@@ -138,10 +138,10 @@ def test_a_relay_that_is_not_there_reaches_the_program_in_words(cloud: LoopbackC
         client.models.list()
 
 
-HALF_BYTES = 2500
+CUT_AFTER_BYTES = 2500
 
 
-class Half(httpx.BaseTransport):
+class BrokenOff(httpx.BaseTransport):
     """A network that breaks off in the middle of an answer."""
 
     def __init__(self) -> None:
@@ -166,7 +166,7 @@ class _Cut(httpx.SyncByteStream):
         self.stream = stream
 
     def __iter__(self) -> Iterator[bytes]:
-        left = HALF_BYTES
+        left = CUT_AFTER_BYTES
         for data in self.stream:
             yield data[:left]
             left -= len(data)
@@ -178,7 +178,7 @@ class _Cut(httpx.SyncByteStream):
 
 
 def test_an_answer_that_breaks_off_is_an_error_and_is_not_sent_again(cloud: LoopbackCloud) -> None:
-    wire = Half()
+    wire = BrokenOff()
     body = {"model": MODEL, "messages": LONG, "max_tokens": 900, "stream": True, "ignore_eos": True}
     with httpx.Client(transport=SealedTransport(cloud.session(), wire), base_url="https://cloister/v1", timeout=300) as client:
         received = b""

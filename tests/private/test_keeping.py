@@ -6,9 +6,12 @@ import asyncio
 import hashlib
 import logging
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from cloister.private.epochs import EpochKeeper, EpochSettings
 from cloister.private.node import NodeConfig, node_app
@@ -17,7 +20,7 @@ from cloister.private.problems import ProblemError
 from cloister.private.serving import Lifespan
 from cloister.private.unsealing import LocalUnsealer
 from cloister.private.upstream import Upstream
-from cloister.trust.attestation.evidence import Statement
+from cloister.trust.attestation.evidence import Statement, read_evidence, read_statement
 from cloister.trust.attestation.software import SoftwareAttester
 from cloister.trust.sealing import CHUNKED, Header, KeyRing, Receiver, ReplayCache, seal_chunked_request
 from cloister.trust.transparency.epoch import IssuerEntry, parse_bundle
@@ -177,6 +180,57 @@ def test_a_name_that_is_not_known_is_asked_for_at_once_and_then_not_more_than_on
 
     with serve(place.app) as url:
         asyncio.run(live(url))
+
+
+class CapturedNode:
+    """A node that states the key of another one.
+
+    Args:
+        evidence: which evidence it shows for it.
+    """
+
+    def __init__(self, other: Place, evidence: Callable[[], bytes]) -> None:
+        self._other, self._evidence = other, evidence
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_key = scope["path"].endswith("ohttp-gateway")
+        await Response(self._other.receiver.ring.publish() if is_key else self._evidence())(scope, receive, send)
+
+
+@pytest.mark.parametrize("is_first", [False, True])
+@pytest.mark.parametrize("shows", ["own", "other"])
+def test_a_node_that_states_the_key_of_another_one_gets_none_of_its_requests(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, shows: str, is_first: bool
+) -> None:
+    place = Place(World(tmp_path))
+    world = place.world
+    captured = CapturedNode(place, place.evidence if shows == "other" else Place(world).evidence)
+
+    async def live(url: str, captured_url: str) -> None:
+        upstream = Upstream("node")
+        book = NodeBook([url], upstream, lambda: place.now_s)
+        settings = EpochSettings("https://gateway.example", world.release.digest, world.release.profile)
+        unsealer = LocalUnsealer(Receiver(KeyRing(0.0), ReplayCache(600)), lambda: place.now_s)
+        issuers = (IssuerEntry("https://issuer.example", b"a key", 0),)
+        keeper = EpochKeeper(settings, world.publisher, unsealer, book, lambda: issuers, tmp_path / "log", lambda: world.now)
+        await book.look()
+        assert await keeper.renew()
+        await book.look()  # with the membership of the log
+        book.change_urls([captured_url, url] if is_first else [url, captured_url])
+        for seconds in (15, 2700):  # the key of an address that had it, and the next one, which nobody had
+            place.pass_time(seconds)
+            place.receiver.ring.rotate(place.now_s)
+            await book.look()
+            assert await book.find(place.name) == url
+            stated = [read_statement(read_evidence(document).statement).node_id for document in book.evidence]
+            assert stated == [place.name], "who states another one's key stands in no epoch"
+        await upstream.close()
+
+    with serve(place.app) as url, serve(captured) as captured_url, caplog.at_level(logging.WARNING, "cloister.private.nodes"):
+        asyncio.run(live(url, captured_url))
+    said = [record.getMessage() for record in caplog.records if "states the key" in record.getMessage()]
+    assert len(said) == 1
+    assert said[0].startswith(f"the node {captured_url} states the key of the node {url}, ")
 
 
 def test_a_node_that_stops_answering_is_told_once_and_once_more_when_it_answers_again(caplog: pytest.LogCaptureFixture) -> None:

@@ -577,6 +577,8 @@ class MemoryNeed:
         recent_layer_bytes: of one block of those in each layer.
         range_block_bytes: of one block in every layer, padded to whole pages, where sequences have address ranges
             (`KVLayout.ranges`); 0 where the program has none.
+        mapped: names of the tensors that the program leaves mapped if they come as numbers, and `weights_bytes` does not count:
+            tables of which it reads the rows of its tokens (`backends.lookup_tables`).
     """
 
     weights_bytes: int
@@ -591,6 +593,7 @@ class MemoryNeed:
     recent_window: int = 0
     recent_layer_bytes: tuple[int, ...] = ()
     range_block_bytes: int = 0
+    mapped: tuple[str, ...] = ()
 
     @property
     def unpacked_block_bytes(self) -> int:

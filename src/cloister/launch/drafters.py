@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final
 from cloister.backends.base import Backend, Capability, KVLayout, MemoryNeed, Program, SamplingMetadata, Weights
 from cloister.backends.draft_heads import DraftHeads
 from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.lookup_tables import copy_tables
 from cloister.backends.spec import DecoderSpec
 from cloister.launch.backend import QUANT_VERSION, number_format
 from cloister.launch.backend_choice import NO_QUANT
@@ -19,6 +20,7 @@ from cloister.scheduler.speculation import AdaptiveSpeculation, DrafterLimits, F
 from cloister.scheduler.speculation.adaptive import MAX_ROWS
 from cloister.types.config import AUTO_DRAFTER, DRAFTER_FILES, EngineConfig
 from cloister.types.errors import CloisterError, ConfigError, EngineError
+from cloister.types.processes import overwrites
 
 if TYPE_CHECKING:
     from cloister.executor.drafters import Drafter, DrafterContext
@@ -37,7 +39,9 @@ OWN_LAYER: Final = "mtp"
 class SmallModel:
     """A loaded draft model (protocol `executor.drafters.base.DraftModel`)."""
 
-    def __init__(self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int) -> None:
+    def __init__(
+        self, model: LoadedModel, backend: Backend, block_size: int, max_batched_tokens: int, *, copies_tables: bool
+    ) -> None:
         if any(layer.state is not None for layer in model.spec.layers):
             raise ConfigError(
                 f"a model of the family {model.spec.family!r} cannot draft, because its recurrent state cannot be rolled "
@@ -49,6 +53,9 @@ class SmallModel:
         self._model = model
         self._backend = backend
         self._need = backend.need(model.spec, model.weights, block_size=block_size, max_batched_tokens=max_batched_tokens)
+        if copies_tables:
+            weights, self._need = copy_tables(model.weights, self._need)
+            self._model = replace(model, weights=weights)
         self._block_size = block_size
         self.weights_bytes = self._need.weights_bytes + self._need.activations_bytes
 
@@ -314,7 +321,8 @@ def _make_context(
     from cloister.executor.drafters import DrafterContext
 
     def open_model(name: str) -> SmallModel:
-        return SmallModel(load(locate(name), None, None, None), backend, config.block_size, max_batched_tokens)
+        model = load(locate(name), None, None, None)
+        return SmallModel(model, backend, config.block_size, max_batched_tokens, copies_tables=overwrites(config.profile))
 
     return DrafterContext(
         model_path=model.path,

@@ -14,6 +14,7 @@ import msgspec
 
 from cloister.backends.base import Backend, Capability, KVGroup, KVLayout, Program
 from cloister.backends.factories import FOREIGN_FAMILY
+from cloister.backends.lookup_tables import copy_tables
 from cloister.backends.spec import AttentionSpec, DecoderSpec, LayerGroup, group_layers
 from cloister.backends.vision import AnyVisionSpec, QwenVisionSpec
 from cloister.engine.kv_transfer import KVBlocks
@@ -90,6 +91,9 @@ def _build(config: EngineConfig, loading: Loading, *, is_sealed: bool = False) -
     backend = make_backend(config, machine, model.spec)
     max_rows = max(max_batched_tokens(config), MAX_ROWS if longest > max_model_len else 0)
     need = backend.need(model.spec, model.weights, block_size=config.block_size, max_batched_tokens=max_rows)
+    if overwrites(config.profile):
+        weights, need = copy_tables(model.weights, need)
+        model = replace(model, weights=weights)
     has_ranges = takes_ranges(config, need)
     if has_ranges:
         need = replace(need, kv_block_bytes=need.range_block_bytes)

@@ -196,3 +196,11 @@ def test_copies_of_a_model_have_one_tokenizer_and_other_models_another(tmp_path:
     assert digest_tokenizer(embedded) == digest_tokenizer(locate("cloister-draft"))
     (tmp_path / "tokenizer.json").write_bytes((embedded / "tokenizer.json").read_bytes() + b"\n")
     assert digest_tokenizer(tmp_path) != digest_tokenizer(embedded)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux says which files a process has mapped")
+def test_no_file_is_mapped_since_pages_in_the_cache_show_which_tokens_were_looked_up(tmp_path: Path) -> None:
+    store = make(tmp_path, [[1, 2, 3]] * 5000)
+    mapped = Path("/proc/self/maps").read_text()
+    assert store.find([1, 2]) != (0, 0)
+    assert [name for name in (TOKENS, SUFFIXES, HEADS) if str(tmp_path / name) in mapped] == []

@@ -14,7 +14,7 @@ from cloister.backends.native.program import KV_KINDS, NativeProgram, kv_block_b
 from cloister.backends.native.rotation import describe_orders
 from cloister.backends.native.states import draft_bytes, draft_state_bytes
 from cloister.backends.native.store import PackedStore
-from cloister.backends.native.streams import InputTable
+from cloister.backends.native.streams import INPUT_TABLE, InputTable
 from cloister.backends.ranges import has_plain_kv
 from cloister.backends.spec import DecoderSpec
 from cloister.backends.vision import AnyVisionSpec, tower_weights_bytes
@@ -93,6 +93,7 @@ class NativeBackend:
             logit_row_bytes=4 * spec.vocab_size,
             draft_bytes=draft_bytes(spec),
             draft_state_bytes=self._pool.num_threads * draft_state_bytes(spec),
+            mapped=() if spec.streams is None else (INPUT_TABLE,),
             recent_window=RECENT_WINDOW if is_packed else 0,
             recent_layer_bytes=_layer_bytes(spec, "bfloat16", block_size) if is_packed else (),
             range_block_bytes=range_block_bytes(spec, self._kv_dtype, block_size)

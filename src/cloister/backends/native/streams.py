@@ -16,7 +16,7 @@ from cloister.backends.native.packing import PackedKind, PackedMatrix, Packer, p
 from cloister.backends.spec import StreamsSpec
 from cloister.backends.tensors import Tensor
 
-_TABLE: Final = "layer_inputs.embed.weight"
+INPUT_TABLE: Final = "layer_inputs.embed.weight"
 _OF_LAYER: Final = ("laurel_left", "laurel_right", "layer_input_gate", "layer_input_out")
 _NUMBERS: Final[Mapping[np.dtype[Any], int]] = {
     np.dtype(np.float32): 0,
@@ -59,7 +59,7 @@ class InputTable:
     """
 
     def __init__(self, weights: Weights, packer: Packer) -> None:
-        tensor = weights.read(_TABLE)
+        tensor = weights.read(INPUT_TABLE)
         self.numbers = _as_stored(tensor) if isinstance(tensor, np.ndarray) else None
         self.packed: PackedMatrix | None = None if isinstance(tensor, np.ndarray) else packer.join([tensor], [None])
 
@@ -78,8 +78,8 @@ class InputTable:
 
 def table_bytes(weights: Weights, dense: PackedKind) -> int:
     """Returns the bytes that the table takes in memory: none where a file of numbers is mapped."""
-    form = weights.form(_TABLE)
-    return 0 if form is None else packed_bytes([form], weights.shape(_TABLE)[0], dense, has_bias=False)
+    form = weights.form(INPUT_TABLE)
+    return 0 if form is None else packed_bytes([form], weights.shape(INPUT_TABLE)[0], dense, has_bias=False)
 
 
 def _as_stored(tensor: Tensor) -> npt.NDArray[Any]:

@@ -80,8 +80,9 @@ class TorchBackend:
             if self._packs:
                 raise ConfigError("an encoder keeps no KV; leave kv_dtype out", param="kv_dtype")
             return encoder_need(spec, weights, self._dtype, block_size=block_size, num_threads=self._team.num_threads)
-        mapped = {"positions.weight", INPUT_TABLE, *(() if spec.tied_embeddings else ("embed.weight",))}
-        held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
+        tables = ("positions.weight", INPUT_TABLE, "embed.weight")
+        unheld = tables[:2] if spec.tied_embeddings else tables  # the head is a copy of a tied embedding
+        held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in unheld)
         states = [layer.state for layer in spec.layers if layer.state is not None]
         layer_bytes = unpacked_bytes = tuple(
             (kv_size(layer.attention) if layer.attention else 0) * block_size * self._dtype.itemsize for layer in spec.layers
@@ -102,6 +103,7 @@ class TorchBackend:
             recent_window=RECENT_WINDOW if self._packs else 0,
             recent_layer_bytes=unpacked_bytes if self._packs else (),
             range_block_bytes=range_block_bytes(spec, block_size, self._dtype) if has_plain_kv(spec) and not self._packs else 0,
+            mapped=tables,
         )
 
     @staticmethod

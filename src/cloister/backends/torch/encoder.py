@@ -55,8 +55,8 @@ IdArray = npt.NDArray[np.int64]
 
 def encoder_need(spec: EncoderSpec, weights: Weights, dtype: torch.dtype, *, block_size: int, num_threads: int) -> MemoryNeed:
     """Returns the memory that a program needs (`backends.base.Backend.need`)."""
-    mapped = {"positions.weight", "embed.weight"}
-    held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in mapped)
+    tables = ("positions.weight", "embed.weight")
+    held = sum(math.prod(weights.shape(name)) for name in weights.names() if name not in tables)
     widest = max(3 * widest_feed_forward(layer.mlp) for layer in spec.layers)
     num_heads = max(layer.grouped_attention.num_heads for layer in spec.layers)
     row_bytes = 4 * (8 * spec.hidden_size + widest)
@@ -66,6 +66,7 @@ def encoder_need(spec: EncoderSpec, weights: Weights, dtype: torch.dtype, *, blo
         kv_block_bytes=TOKEN_BYTES * block_size,
         activations_bytes=max(ROWS_AT_ONCE, longest) * row_bytes
         + num_threads * 4 * num_heads * longest * 2 * _QUERIES,  # scores of a tile, and what the softmax makes of them
+        mapped=tables,
     )
 
 

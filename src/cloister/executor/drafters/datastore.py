@@ -8,6 +8,7 @@ id the start of its suffixes in that order, then the end of the last ones. `data
 from __future__ import annotations
 
 import mmap
+import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
@@ -48,7 +49,8 @@ class DatastoreHeader(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Datastore:
-    """An open datastore. Its files are memory-mapped: lookups load pages into memory, possibly all of them.
+    """An open datastore. Its files are read into memory: of mapped ones the page cache, and the disk, would show to others
+    which pages a lookup touched, and so the tokens that it looked up.
 
     Args:
         path: its directory.
@@ -161,16 +163,20 @@ def _read_header(path: Path) -> DatastoreHeader:
 def _open(path: Path, num_bytes: int) -> mmap.mmap:
     try:
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            if os.fstat(file.fileno()).st_size != num_bytes:
+                raise _damaged(path)
+            memory = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            with memoryview(memory) as view:
+                num_read = 0
+                while got := file.readinto(view[num_read:]):
+                    num_read += got
     except OSError as error:
         if lacks_memory(error):
-            raise MemoryBudgetError(f"the datastore's {path.name} cannot be mapped: {OUT_OF_MEMORY}") from None
+            raise MemoryBudgetError(f"the datastore's {path.name} cannot be read: {OUT_OF_MEMORY}") from None
         raise _damaged(path) from None
-    except ValueError:
-        raise _damaged(path) from None
-    if len(mapped) != num_bytes:
+    if num_read != num_bytes:
         raise _damaged(path)
-    return mapped
+    return memory
 
 
 def _damaged(path: Path) -> ConfigError:

@@ -141,6 +141,20 @@ class Publisher:
         """Whether the valid membership has changed since the last epoch began."""
         return self._history.roll_at(now).current != self._history.roll.current
 
+    def find_signer(self, evidence: bytes, now: float) -> tuple[str, str] | None:
+        """Returns the node_id that evidence is for, and the name of the member that signed it; None if no member of the
+        valid membership did, or the log was not read yet."""
+        membership = self._history.roll_at(now).current
+        if membership is None:
+            return None
+        try:
+            document = read_evidence(evidence)
+            statement = read_statement(document.statement)
+        except CloisterError:
+            return None
+        member = find_member(membership, document)
+        return None if member is None else (statement.node_id, member.name)
+
     async def publish(self, contents: Contents, now: float, lifetime_s: int = MAX_EPOCH_S) -> Published:
         """Publishes the next epoch, which is valid from `now` on.
 
